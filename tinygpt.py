@@ -1,0 +1,4022 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["numpy>=1.26"]
+# ///
+"""tinygpt: a complete GPT in one file, to be read from top to bottom and to be run.
+
+    python tinygpt.py train        learn from corpus.txt, then write
+    python tinygpt.py generate     let the trained model write
+    python tinygpt.py demo         the 61 worked examples of the book
+"""
+import argparse
+import codecs
+import contextlib
+import heapq
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import zipfile
+import zlib
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
+
+try:
+    import numpy as np
+except ModuleNotFoundError:
+    print("tinygpt needs numpy: run 'python -m pip install numpy' or 'make train'", file=sys.stderr)
+    raise SystemExit(2) from None
+
+# %% [markdown]
+# # tinygpt
+#
+# A GPT is a program that reads a text and says what comes next, one small piece at a time. This
+# file holds a whole one: the code that cuts text into pieces, the network that scores the next
+# piece, the derivatives that tell each number of the network how to change, the training, and the
+# writing. Nothing is hidden in a library. NumPy multiplies the matrices, and that is all it does.
+#
+# ## How to read this file
+#
+# The book has ten chapters with 61 sections, called cards. A card takes one step. It says what the
+# step is for and why it has this form, states the step as numbered equations, gives the shapes,
+# then the code, then a demo with numbers small enough to redo by hand. What a demo prints is kept
+# in the folder `golden`, so any change to an equation shows up there as a difference.
+#
+# - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of
+#   the equation, and again at the end of the line of code that carries the equation out.
+# - A dagger † marks an equation that no line of code carries out: a step of a derivation or a fact
+#   worth knowing.
+# - Behind a line that makes an array, a comment gives its shape: `# (T, d)` is T rows, d columns.
+# - Shapes are given for one window of text. The code also takes any further axes in front, so the
+#   same function serves a window (T, d) and a batch of windows (B, T, d).
+# - `dX` is always the derivative of the loss by X. It has the shape of X, since each entry of X
+#   has its own derivative.
+# - A backward function stands beneath its forward function and reads like it upside down.
+#
+# You need Python and school calculus: the derivative of a sum, of a product, of exp and log, and
+# the chain rule. The chain rule is the engine of the whole book, so here it is in the form that is
+# used throughout. When the loss depends on X only through Y, each entry of X may touch several
+# entries of Y, and their effects add up: dX_i = Σ_j dY_j ∂Y_j/∂X_i.
+#
+# What this GPT leaves out, compared with GPT-2: the tokenizer works on characters where GPT-2's
+# works on bytes, the bend in the feed-forward layer is a ReLU where GPT-2 has a GELU, the head has
+# its own matrix where GPT-2 reuses the token table, and nothing is dropped out in training.
+#
+# ## The letters
+#
+#     letter   meaning                                        default
+#     B        windows in a batch                             16
+#     T        tokens in a window, the context                16
+#     Tmax     rows of the position table                     32
+#     d        width: numbers that describe one token         32
+#     H, dh    attention heads, width of a head d / H         2, 16
+#     F        width of the feed-forward layer                128
+#     L        blocks                                         2
+#     V        tokens in the vocabulary                       from the text
+#     N, W     tokens in a stream, windows cut from it        from the text
+#     t        a position in a window; in chapter 8 a step
+#     i, j     indices; in attention i asks and j is asked
+#     Σ_k      the sum over all k
+#     δ_ij     1 where i = j, else 0
+#     1[...]   1 where the condition holds, else 0
+#     1        a column of ones; 1 bᵀ repeats the row b in every row
+#     ᵀ, ⊙     transpose; entry by entry product
+#     ‖, ⌊ ⌋, ⌈ ⌉   size of a vector; rounding down; rounding up
+#
+# V is also the matrix of values in cards 28 to 38, as everywhere in the literature, and A is the
+# activation in the feed-forward layer and the attention weights in attention. The two meanings
+# never meet in one function.
+#
+# ## The configuration
+#
+# Six numbers fix the shape of a model. With the vocabulary they fix the name and the shape of
+# every array it learns, which `param_shapes` lists. Names with `_g` are gains, those with `_b` or
+# two letters like `bq` are offsets, the rest are matrices.
+
+# %%
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a model. Raises ValueError where they do not fit together."""
+    vocab_size: int             # V
+    context: int = 16           # T
+    max_context: int = 32       # Tmax
+    width: int = 32             # d
+    heads: int = 2              # H
+    hidden: int = 128           # F
+    layers: int = 2             # L
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+        head_width(self.width, self.heads)
+        if self.context > self.max_context:
+            raise ValueError(f"context {self.context} is larger than max_context "
+                             f"{self.max_context}: make it smaller, or max_context larger")
+
+
+def param_shapes(config):
+    """{name: shape} of all parameters, in their fixed order."""
+    V, Tmax, d, F = config.vocab_size, config.max_context, config.width, config.hidden
+    block = {"ln1_g": (d,), "ln1_b": (d,),                                  # LayerNorm 1
+             "wq": (d, d), "bq": (d,), "wk": (d, d), "bk": (d,),            # queries, keys
+             "wv": (d, d), "bv": (d,), "wo": (d, d), "bo": (d,),            # values, output
+             "ln2_g": (d,), "ln2_b": (d,),                                  # LayerNorm 2
+             "ff1_w": (d, F), "ff1_b": (F,), "ff2_w": (F, d), "ff2_b": (d,)}
+    blocks = {f"block{l}.{name}": shape
+              for l in range(config.layers) for name, shape in block.items()}
+    return {"tok_emb": (V, d), "pos_emb": (Tmax, d), **blocks,
+            "lnf_g": (d,), "lnf_b": (d,), "head_w": (d, V), "head_b": (V,)}
+
+
+def block_params(params, l):
+    """The arrays of block l under their short names: 'block0.wq' becomes 'wq'."""
+    prefix = f"block{l}."
+    return {name[len(prefix):]: W for name, W in params.items() if name.startswith(prefix)}
+
+# %% [markdown]
+# ## The running example
+#
+# One tiny model goes through the whole book: the text below, windows of T = 3 tokens, width d = 4,
+# H = 2 heads, F = 5, one block, and parameters with one decimal, so that a pocket calculator is
+# enough. The sizes differ on purpose: a swapped axis cannot hide. `example(card)` builds
+# everything that the cards before `card` have made of it. Demos that need other numbers bring
+# their own.
+#
+# `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When
+# the file runs as a program, the command line decides (see 'The program' at the end).
+
+# %%
+def example(card):
+    """The running example as it stands when `card` begins."""
+    e = SimpleNamespace(text="she sees the sea he sees the tea", n_merges=3, val_fraction=0.25)
+    rng = np.random.default_rng(7)
+    config = e.config = ModelConfig(vocab_size=10, context=3, max_context=5,
+                                    width=4, heads=2, hidden=5, layers=1)
+    e.params = {name: rng.integers(5, 16, shape) / 10 if name.endswith("_g")
+                else rng.integers(-9, 10, shape) / 10
+                for name, shape in param_shapes(config).items()}
+    e.block = block_params(e.params, 0)
+    if card > 1:
+        e.word_counts = count_words(e.text)
+    if card > 3:
+        e.merges = train_bpe(e.word_counts, e.n_merges)
+    if card > 5:
+        e.tokenizer = build_tokenizer(e.text, e.n_merges)
+        e.ids = e.tokenizer.encode(e.text)
+    if card > 6:
+        e.train_ids, e.val_ids = split_ids(e.ids, e.val_fraction)
+    if card > 9:
+        e.xs, e.ys = make_windows(e.train_ids, config.context, stride=3)
+        e.x, e.y = e.xs[0], e.ys[0]                                         # (3,), (3,)
+        e.X0 = e.params["tok_emb"][e.x] + e.params["pos_emb"][:3]           # (3, 4)  as in card 26
+        e.dY = np.array([[0.1, -0.2, 0.3, 0.5], [-0.4, 0.2, 0.1, -0.3], [0.6, 0.1, -0.5, 0.2]])
+    if card > 27:
+        e.Xn, _ = layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])
+    if card > 28:
+        e.Q, e.K, e.V = project_qkv(e.Xn, e.block)
+    if card > 30:
+        e.Qh, e.Kh, e.Vh = (split_heads(M, config.heads) for M in (e.Q, e.K, e.V))
+    if card > 34:
+        e.A = attention_weights(e.Qh, e.Kh)
+    if card > 36:
+        e.O = merge_heads(weighted_values(e.A, e.Vh))
+    if card > 37:
+        e.att, e.att_cache = attention_forward(e.Xn, e.block, config.heads)
+        e.X1 = e.X0 + e.att                                                 # (3, 4)  as in card 41
+        e.Xn2, _ = layer_norm_forward(e.X1, e.block["ln2_g"], e.block["ln2_b"])
+    if card > 45:
+        e.logits, e.cache = forward(e.params, e.x, config)
+        e.loss, e.P = cross_entropy_forward(e.logits, e.y)
+    if card > 46:
+        e.loss, e.grads = loss_and_grads(e.params, e.x, e.y, config)
+    return e
+
+
+def number(value, digits):
+    """A number as text with a fixed count of decimals, never -0."""
+    return f"{value:d}" if isinstance(value, (int, np.integer)) else f"{value:z.{digits}f}"
+
+
+def show(name, array, digits=4):
+    """Print an array under its name, a row of its last axis to a line."""
+    array = np.asarray(array)
+    if array.ndim > 2:
+        for i, part in enumerate(array):
+            show(f"{name}[{i}]", part, digits)
+        return
+    for i, row in enumerate(np.atleast_2d(array)):
+        print(f"{name if i == 0 else '':10}"
+              + "".join(f"{number(v, digits):>{digits + 5}}" for v in row))
+
+
+def demo(function):
+    """Play a demo at once in a notebook; in a program the command line plays it."""
+    if "get_ipython" in globals():
+        function()
+
+# %% [markdown]
+# ## Chapter 1. Tokenizer
+#
+# A network works on numbers, so text must become numbers first. One number per character would do,
+# but then the network spends its effort on spelling. One number per word would leave out every
+# word it has not seen. Byte pair encoding (BPE) lies between: it starts from characters and joins
+# the neighbours that occur together most often, again and again. Frequent words end up as one
+# piece, rare words as a few. The pieces are called tokens.
+
+# %% [markdown]
+# ### 1. Pre-tokens and word counts
+#
+# Before pieces are joined, the text is cut into pre-tokens, roughly words, and no token will ever
+# cross such a cut. Without the cut, "e t" might become a token because many words end in e and
+# many begin with t, and the vocabulary would fill up with scraps of two words. A word takes the
+# one blank before it along, so " the" is one pre-token and blanks cost no tokens of their own.
+#
+# The pattern tries its alternatives from left to right: the endings of English contractions; then
+# letters, digits, or other signs, each with at most one blank before; then blanks and line ends,
+# of which the last is left for the word that follows. Every character matches exactly one of them.
+# That matters: a lost character could never be decoded again. Nothing is normalised either, so
+# text comes back as it went in.
+#
+# The rest of training never looks at the text again, only at each distinct pre-token w and the
+# number of places where it stands. A text of a million words has far fewer distinct ones.
+#
+#     n_w = |{i : pretoken[i] = w}|                                                       (1.1)
+#
+# The bars count the members of a set: the places i at which the pre-token is w.
+#
+# Shapes: none; a text becomes a dict {pre-token: count}.
+
+# %%
+PRE_TOKEN = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+
+
+def count_words(text):
+    """{pre-token: count} of a text, first seen first (card 1)."""
+    return dict(Counter(PRE_TOKEN.findall(text)))                           # (1.1)
+
+
+def demo_pre_tokens():
+    e = example(1)
+    print(f"text  {e.text!r}")
+    print(f"cut   {'|'.join(PRE_TOKEN.findall(e.text))}")
+    for word, n in count_words(e.text).items():
+        print(f"n_w = {n}  for w = {word!r}")
+    awkward = "It's 2 a.m.,\n\n  isn't_it?"
+    pieces = PRE_TOKEN.findall(awkward)
+    print(f"\ntext  {awkward!r}")
+    print(f"cut   {pieces}")
+    print(f"glued together the pieces give the text: {''.join(pieces) == awkward}")
+
+
+if __name__ == "__main__": demo(demo_pre_tokens)
+
+# %% [markdown]
+# ### 2. Pair frequency and the best pair
+#
+# At the start each pre-token is the list of its characters. Now count every pair of neighbours
+# inside a pre-token. A pre-token that occurs n_w times counts n_w times; toks_w is its present
+# list of tokens.
+#
+#     f(a, b) = Σ_w n_w · |{i : toks_w[i] = a, toks_w[i+1] = b}|                          (2.1)
+#     (a*, b*) = argmax over (a, b) of f(a, b)                                            (2.2)
+#
+# The best pair is joined everywhere (card 3), which makes a new token, and the counting starts
+# again. The order in which pairs are joined is all that the tokenizer learns. Each join is called
+# a merge.
+#
+# Two rules are needed where the equations are silent. Among equally frequent pairs the smallest
+# one wins, with (a, b) compared as Python compares tuples of strings. Otherwise the result would
+# depend on the order of a dict. And a pair must occur at least twice: joining a pair that occurs
+# once saves a single token and costs one in the vocabulary. So there may be fewer merges than
+# asked for.
+#
+# Counting everything anew for each merge is the plain way to carry out 2.1, and slow. A merge
+# changes only the pre-tokens that hold the pair. So `f` is counted once. After each merge, the
+# pre-tokens that changed give back the counts of their old pairs and add those of their new ones.
+# The result is the same sum, because all other terms stay as they were. `places` remembers which
+# pre-tokens hold a pair.
+#
+# The maximum is found with a heap, a list that hands out its smallest entry cheaply. Its entries
+# are (-f, pair): the smallest is the most frequent pair, and among equals the smallest pair, just
+# the tie rule. An entry is not removed when its count changes; the new count is added beside it,
+# and an entry whose count is out of date is dropped when it comes up.
+#
+# Shapes: none; counts become the list of merges [(a, b), ...].
+
+# %%
+def train_bpe(word_counts, n_merges):
+    """The merges [(a, b), ...] in order, at most n_merges of them (card 2)."""
+    words = [(list(word), n) for word, n in word_counts.items()]
+    f, places = Counter(), defaultdict(set)
+    for w, (tokens, n) in enumerate(words):
+        for pair in zip(tokens, tokens[1:]):
+            f[pair] += n                                                    # (2.1)
+            places[pair].add(w)
+    heap = [(-count, pair) for pair, count in f.items()]
+    heapq.heapify(heap)
+    merges = []
+    while heap and len(merges) < n_merges:
+        count, best = heapq.heappop(heap)                                   # (2.2)
+        if -count != f[best]:
+            continue                                                        # out of date
+        if -count < 2:
+            break
+        merges.append(best)
+        changed = set()
+        for w in places.pop(best):
+            old, n = words[w]
+            new = merge_tokens(old, best)
+            for pair in zip(old, old[1:]):
+                f[pair] -= n                                                # (2.1), old terms out
+                changed.add(pair)
+            for pair in zip(new, new[1:]):
+                f[pair] += n                                                # (2.1), new terms in
+                changed.add(pair)
+                places[pair].add(w)
+            words[w] = new, n
+        for pair in changed:
+            heapq.heappush(heap, (-f[pair], pair))
+    return merges
+
+
+def train_bpe_on_text(text, n_merges):
+    """The merges learned from a text (cards 1 and 2)."""
+    return train_bpe(count_words(text), n_merges)
+
+
+def demo_pair_frequency():
+    e = example(2)
+    f = Counter()
+    for word, n in e.word_counts.items():
+        for pair in zip(word, word[1:]):
+            f[pair] += n
+    print("before any merge, f(a, b):")
+    for (a, b), count in sorted(f.items(), key=lambda item: (-item[1], item[0])):
+        places = " + ".join(f"{n} in {w!r}" for w, n in e.word_counts.items() if a + b in w)
+        print(f"{a!r:>4} {b!r:>4}  {count} = {places}")
+    print(f"merges in order: {train_bpe(e.word_counts, 3)}")
+    print(f"a tie, the smallest pair first: {train_bpe_on_text('nmlknmlk', 3)}")
+    print(f"no pair occurs twice:           {train_bpe_on_text('abcdef', 3)}")
+
+
+if __name__ == "__main__": demo(demo_pair_frequency)
+
+# %% [markdown]
+# ### 3. Applying a merge
+#
+# To apply the merge (a*, b*) is to put the joined token a*b* wherever a* stands before b*.
+#
+#     [..., a*, b*, ...] → [..., a*b*, ...]   (a*b* is one token)                         (3.1)
+#
+# The scan goes from left to right and jumps over both tokens of a hit. So a a a becomes aa a:
+# the middle a is used up by the first hit, although card 2 counted the pair (a, a) twice here.
+#
+# Shapes: none; a list of tokens becomes a list that is as long or shorter.
+
+# %%
+def merge_tokens(tokens, pair):
+    """A new list of tokens in which each occurrence of pair is one token (card 3)."""
+    a, b = pair
+    out, i = [], 0
+    while i < len(tokens):
+        if tokens[i] == a and i + 1 < len(tokens) and tokens[i + 1] == b:
+            out.append(a + b)                                               # (3.1)
+            i += 2
+        else:
+            out.append(tokens[i])
+            i += 1
+    return out
+
+
+def demo_apply_merge():
+    e = example(3)
+    merges = train_bpe(e.word_counts, e.n_merges)
+    for word in e.word_counts:
+        tokens = list(word)
+        steps = ["|".join(tokens)]
+        for pair in merges:
+            tokens = merge_tokens(tokens, pair)
+            steps.append("|".join(tokens))
+        print("  ->  ".join(f"{step:9}" for step in steps).rstrip())
+    print(f"merges: {merges}")
+    print(f"a a a with the pair (a, a):   {merge_tokens(['a', 'a', 'a'], ('a', 'a'))}")
+    print(f"a a a a with the pair (a, a): {merge_tokens(['a', 'a', 'a', 'a'], ('a', 'a'))}")
+
+
+if __name__ == "__main__": demo(demo_apply_merge)
+
+# %% [markdown]
+# ### 4. The vocabulary
+#
+# The network sees no strings, only whole numbers, called ids. The vocabulary is the list that
+# says which token has which id. `itos` leads from id to string and `stoi` back.
+#
+#     itos = [<unk>] + [characters, first seen first] + [new merged tokens, in merge order]
+#                                                                                         (4.1)
+#
+# Id 0 stands for anything unknown, such as a character that the training text never held. The
+# characters keep their own ids, because a word that no merge fits must still be spelled. 'New'
+# matters: ab + c and a + bc spell the same string abc, which gets one id only.
+#
+# Shapes: `itos` has V strings. That is the V of the whole book.
+
+# %%
+UNK = "<unk>"
+
+
+@dataclass
+class Tokenizer:
+    """Text to ids and back. itos: [token, ...], merges: [(a, b), ...] (cards 4 and 5)."""
+    itos: list
+    merges: list
+
+    def __post_init__(self):
+        self.stoi = {token: i for i, token in enumerate(self.itos)}
+        self.ranks = merge_ranks(self.merges)
+        self.cache = {}                                     # ids of pre-tokens seen before
+
+    def encode(self, text):
+        """The ids of a text, a list of whole numbers (card 5)."""
+        return encode(text, self)
+
+    def decode(self, ids):
+        """The text of some ids; ValueError for an id outside the vocabulary (card 5)."""
+        return decode(ids, self)
+
+    def unknown(self, text):
+        """The characters of a text that are not in the vocabulary, first seen first."""
+        return [char for char in dict.fromkeys(text) if char not in self.stoi]
+
+
+def build_tokenizer(text, n_merges):
+    """The tokenizer learned from a text: its merges and its vocabulary (card 4)."""
+    merges = train_bpe_on_text(text, n_merges)
+    merged = [a + b for a, b in merges]
+    itos = list(dict.fromkeys([UNK, *text, *merged]))                       # (4.1)
+    return Tokenizer(itos, merges)
+
+
+def demo_vocabulary():
+    e = example(4)
+    tokenizer = build_tokenizer(e.text, e.n_merges)
+    for i, token in enumerate(tokenizer.itos):
+        kind = "unknown" if i == 0 else "character" if len(token) == 1 else "merged"
+        print(f"id {i:2}  {token!r:8} {kind}")
+    print(f"V = 1 + {len(set(e.text))} characters + {len(e.merges)} merged = {len(tokenizer.itos)}")
+    twice = build_tokenizer("abc abc xabc xbc ybc zbc", 9)
+    print(f"merges {twice.merges}")
+    print(f"V = 1 + 7 characters + {len(twice.itos) - 8} merged = {len(twice.itos)}")
+
+
+if __name__ == "__main__": demo(demo_vocabulary)
+
+# %% [markdown]
+# ### 5. Encode and decode
+#
+# To encode a text, cut it into pre-tokens, apply the merges to each, look the tokens up. To
+# decode ids, look the strings up and glue them together. No blank is put between them: blanks are
+# part of the tokens.
+#
+#     id(tok) = stoi[tok] if tok in stoi else stoi[<unk>]                                 (5.1)
+#     decode(i_1, ..., i_n) = itos[i_1] + ... + itos[i_n]   (+ joins strings)             (5.2)
+#
+# The merges must be replayed in the order in which they were learned. Taking the longest known
+# token first gives other ids than those the network was trained on. Replaying the whole list for
+# each pre-token is slow. It is enough to look at the pairs that are there, apply the one with the
+# lowest rank (its place in the list), and go on with higher ranks: a merge whose pair is not
+# there would change nothing. A pre-token is the same wherever it stands, so its ids are kept and
+# not computed a second time.
+#
+# Shapes: a text becomes a list of N ids. decode(encode(text)) == text as long as every character
+# is known.
+
+# %%
+def merge_ranks(merges):
+    """{pair: [its places in the list of merges]}; nearly always one place (card 5)."""
+    ranks = defaultdict(list)
+    for rank, pair in enumerate(merges):
+        ranks[pair].append(rank)
+    return dict(ranks)
+
+
+def apply_merges(word, merges, ranks=None):
+    """The tokens of one pre-token: the merges replayed in their order (card 5)."""
+    ranks = merge_ranks(merges) if ranks is None else ranks
+    tokens, last = list(word), -1
+    while True:
+        there = [rank for pair in zip(tokens, tokens[1:]) if pair in ranks
+                 for rank in ranks[pair] if rank > last]
+        if not there:
+            return tokens
+        last = min(there)
+        tokens = merge_tokens(tokens, merges[last])
+
+
+def encode(text, tokenizer):
+    """The ids of a text, a list (card 5)."""
+    ids, cache, stoi = [], tokenizer.cache, tokenizer.stoi
+    for word in PRE_TOKEN.findall(text):
+        if word not in cache:
+            tokens = apply_merges(word, tokenizer.merges, tokenizer.ranks)
+            cache[word] = [stoi[token] if token in stoi else stoi[UNK] for token in tokens]  # (5.1)
+        ids += cache[word]
+    return ids
+
+
+def decode(ids, tokenizer):
+    """The text of some ids; ValueError for an id outside 0 to V - 1 (card 5)."""
+    V = len(tokenizer.itos)
+    for i in ids:
+        if not 0 <= i < V:
+            raise ValueError(f"id {i} is outside the vocabulary: ids go from 0 to {V - 1}")
+    return "".join(tokenizer.itos[i] for i in ids)                          # (5.2)
+
+
+def demo_encode_decode():
+    e = example(5)
+    tokenizer = build_tokenizer(e.text, e.n_merges)
+    for word in e.word_counts:
+        tokens = apply_merges(word, tokenizer.merges)
+        print(f"{word!r:8} {'|'.join(tokens):9} ids {tokenizer.encode(word)}")
+    ids = tokenizer.encode(e.text)
+    print(f"text     {e.text!r}")
+    print(f"ids      {ids}")
+    print(f"N        {len(ids)}")
+    print(f"decoded  {tokenizer.decode(ids)!r}")
+    print(f"a character that was never seen: {'sad'!r} -> {tokenizer.encode('sad')}"
+          f" -> {tokenizer.decode(tokenizer.encode('sad'))!r}")
+    order = [("y", "z"), ("x", "y")]
+    print(f"with the merges y+z, x+y: xyz -> {apply_merges('xyz', order)}, "
+          f"xyzxy -> {apply_merges('xyzxy', order)}")
+
+
+if __name__ == "__main__": demo(demo_encode_decode)
+
+# %% [markdown]
+# ## Chapter 2. Data
+#
+# The text is now one long stream of ids. This chapter cuts it into the exercises from which the
+# network learns: short windows, each with the answers beside it, handed out in small shuffled
+# groups.
+
+# %% [markdown]
+# ### 6. The split
+#
+# A model that is praised for the text it has learned from may just have learned it by heart. So a
+# share ρ of the stream is held out: never trained on, only used to measure. It is cut off the end,
+# in one piece. Shuffling first would put every held-out sentence between its own neighbours.
+#
+#     cut = ⌊(1 - ρ) N⌋                                                                   (6.1)
+#
+# The first `cut` ids are for training, the rest for validation. The bars round down. A computer
+# does not hold 0.1 exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth before
+# rounding down lets such a product count as the whole number it stands for.
+#
+# Shapes: ids (N,) -> train_ids (cut,), val_ids (N - cut,)
+
+# %%
+def split_ids(ids, val_fraction):
+    """Training and validation part of a stream of ids (N,) (card 6)."""
+    if not 0 <= val_fraction < 1:
+        raise ValueError(f"the validation share must be from 0 to below 1, got {val_fraction}")
+    ids = np.asarray(ids, dtype=np.int64)                                   # (N,)
+    cut = math.floor((1 - val_fraction) * len(ids) + 1e-6)                  # (6.1)
+    return ids[:cut], ids[cut:]                                             # (cut,), (N - cut,)
+
+
+def demo_split():
+    e = example(6)
+    train_ids, val_ids = split_ids(e.ids, e.val_fraction)
+    N, share = len(e.ids), e.val_fraction
+    print(f"N = {N}, share {share}: (1 - {share}) * {N} = {(1 - share) * N}, cut = {len(train_ids)}")
+    print(f"training    {train_ids.tolist()}")
+    print(f"validation  {val_ids.tolist()}")
+    print(f"(1 - 0.9) * 10 in floating point is {(1 - 0.9) * 10:.16f}; "
+          f"cut = {len(split_ids(range(10), 0.9)[0])}")
+
+
+if __name__ == "__main__": demo(demo_split)
+
+# %% [markdown]
+# ### 7. Sliding windows
+#
+# The network reads T tokens at a time and must say, at each of the T places, which token comes
+# next. So an exercise is a window x of T ids, and its answers y are the same ids moved by one
+# place. One window holds T exercises: predict the second token from the first, the third from
+# the first two, and so on.
+#
+#     s ∈ {0, k, 2k, ...},  s < N - T                                                     (7.1)
+#     x_s[t] = ids[s + t],      t = 0, ..., T-1                                           (7.2)
+#     y_s[t] = ids[s + t + 1],  t = 0, ..., T-1                                           (7.3)
+#     y_s[t] = x_s[t + 1],      t = 0, ..., T-2                                         † (7.4)
+#
+# Windows start every k places; k is the stride. With k < T they overlap, and a token is met in
+# several places of a window. The bound on s is strict, because the last answer of a window is
+# ids[s + T]: the start s = N - T would read one id past the end.
+#
+# Shapes: ids (N,) -> x (W, T), y (W, T); W is counted in card 8.
+
+# %%
+def make_windows(ids, T, stride):
+    """Windows x (W, T) of a stream of ids (N,), and their targets y (W, T) (card 7)."""
+    if T < 1 or stride < 1:
+        raise ValueError(f"window and stride must be 1 or more, got T={T}, stride={stride}")
+    ids = np.asarray(ids, dtype=np.int64)                                   # (N,)
+    starts = np.arange(0, max(len(ids) - T, 0), stride)                     # (W,)    (7.1)
+    places = starts[:, None] + np.arange(T)                                 # (W, T)
+    x = ids[places]                                                         # (W, T)  (7.2)
+    y = ids[places + 1]                                                     # (W, T)  (7.3)
+    return x, y
+
+
+def demo_windows():
+    ids = np.arange(10, 23)
+    print(f"ids    {ids.tolist()}    N = {len(ids)}")
+    for T, stride in ((4, 4), (4, 5)):
+        x, y = make_windows(ids, T, stride)
+        print(f"T = {T}, stride {stride}: starts {list(range(0, len(ids) - T, stride))}")
+        for row_x, row_y in zip(x, y):
+            print(f"  x {row_x.tolist()}  y {row_y.tolist()}")
+        left_out = sorted(set(ids[1:].tolist()) - set(y.ravel().tolist()))
+        print(f"  y is x moved by one: {np.array_equal(y[:, :-1], x[:, 1:])}; "
+              f"never a target: {left_out or 'none'}")
+    e = example(7)
+    x, y = make_windows(e.train_ids, e.config.context, stride=3)
+    show("x", x, digits=0)
+    show("y", y, digits=0)
+
+
+if __name__ == "__main__": demo(demo_windows)
+
+# %% [markdown]
+# ### 8. Window count
+#
+# How many starts does 7.1 allow? They are 0, k, 2k, ... below N - T, so one start for every k
+# places, and one more for a remainder. That is a division rounded up.
+#
+#     W = ⌈(N - T) / k⌉,  N > T                                                           (8.1)
+#
+# A stream of T ids or fewer has no window, and the formula would give zero or less. The program
+# uses this count to judge a text before it starts to train. In whole numbers, rounding up is the
+# floor division of the number turned negative, turned negative again.
+#
+# Shapes: three numbers give one.
+
+# %%
+def window_count(N, T, k):
+    """The number of windows of length T at stride k in N ids (card 8)."""
+    return max(0, -(-(N - T) // k))                                         # (8.1)
+
+
+def demo_window_count():
+    print("   N   T   k   (N - T) / k    W   counted")
+    for N, T, k in ((8, 8, 1), (9, 8, 1), (10, 4, 1), (10, 4, 2), (13, 4, 4), (13, 4, 5), (16, 3, 3)):
+        counted = len(make_windows(np.arange(N), T, k)[0])
+        print(f"{N:4}{T:4}{k:4}{(N - T) / k:14.2f}{window_count(N, T, k):5}{counted:10}")
+
+
+if __name__ == "__main__": demo(demo_window_count)
+
+# %% [markdown]
+# ### 9. Shuffling and batching
+#
+# The gradient of one window is a noisy hint. The mean over a batch of B windows is a steadier one,
+# and matrix products are faster when they are larger. One pass over all windows is an epoch. Each
+# epoch visits the windows in a new random order, because neighbours in the text are alike and
+# should not always come together.
+#
+#     batches per epoch = ⌈W / B⌉                                                       † (9.1)
+#
+# The last batch may be smaller; dropping it would waste windows, and with fewer than B windows
+# nothing would be left. Inputs and answers must be shuffled alike, so one order serves both. The
+# order comes from sorting random numbers: the numbers that a seed gives never change between
+# versions of NumPy, while its shuffle may.
+#
+# Shapes: x (W, T), y (W, T) -> xb (B, T), yb (B, T), again and again
+
+# %%
+def iterate_batches(x, y, batch, rng):
+    """Yield xb (B, T), yb (B, T) until every window was given once (card 9)."""
+    if batch < 1:
+        raise ValueError(f"a batch must have 1 window or more, got {batch}")
+    order = np.argsort(rng.random(len(x)), kind="stable")                   # (W,)
+    for start in range(0, len(x), batch):
+        rows = order[start:start + batch]                                   # (B,)
+        yield x[rows], y[rows]                                              # (B, T), (B, T)
+
+
+def demo_batches():
+    e = example(9)
+    x, y = make_windows(e.train_ids, 3, stride=2)
+    print(f"W = {len(x)} windows, B = 3: {-(-len(x) // 3)} batches")
+    rng = np.random.default_rng(5)
+    for epoch in (1, 2):
+        for xb, yb in iterate_batches(x, y, 3, rng):
+            rows = [np.flatnonzero((x == row).all(axis=1))[0].item() for row in xb]
+            print(f"epoch {epoch}  windows {str(rows):10}  x {xb.tolist()}")
+            print(f"{'':28} y {yb.tolist()}")
+
+
+if __name__ == "__main__": demo(demo_batches)
+
+# %% [markdown]
+# ## Chapter 3. Operations
+#
+# A network is a chain of a few kinds of operation. This chapter writes down each kind twice:
+# forward, to get the result, and backward, to get derivatives. A backward function is handed dY,
+# the derivative of the loss by its output, called the upstream gradient. It returns the derivative
+# of the loss by each of its inputs. It need not know what the loss is or what comes after. So
+# backward functions can be chained in reverse order, and that chaining is backpropagation.
+
+# %% [markdown]
+# ### 10. Matrix multiplication (forward)
+#
+# Nearly all the work of a GPT is one operation: take a row of numbers, weigh and add them up, once
+# for each wanted output. A matrix W holds the weights, one column for each output, and X holds many
+# rows to be treated alike, one for each position.
+#
+#     (X W)_tj = Σ_k X_tk W_kj                                                         † (10.1)
+#     X ∈ ℝ^(T×a), W ∈ ℝ^(a×c)  ⇒  X W ∈ ℝ^(T×c)                                       † (10.2)
+#     Y_tj = (X W)_tj + b_j                                                            † (10.3)
+#
+# 10.1 takes row t of X and column j of W, multiplies them number by number and adds the products
+# up. In 10.2 the inner sizes a must agree, and vanish. 10.3 adds the same offset b_j, the bias, in
+# every row: it shifts output j whatever the input is. NumPy writes X @ W and never this sum in
+# Python.
+#
+# Rows do not see each other in a matrix product. So all windows of a batch can be piled up into
+# one tall matrix and multiplied at once, which is far faster than one product for each window.
+# `rows` makes that pile. It copies nothing, it only looks at the same numbers differently.
+#
+# Shapes at the default sizes:
+#
+#     X (T, d) = (16, 32)    a window going into attention
+#     X (T, F) = (16, 128)   a window going back from the hidden layer
+
+# %%
+def rows(X):
+    """All leading axes piled up: (..., n) seen as (rows, n) (card 10)."""
+    return X.reshape(-1, X.shape[-1])
+
+
+def demo_matmul():
+    e = example(10)
+    X, W, b = e.X0, e.block["ff1_w"], e.block["ff1_b"]
+    show("X", X, digits=1)
+    show("W", W, digits=1)
+    show("b", b, digits=1)
+    print("row 0 of X with column 1 of W, product by product:")
+    terms = " + ".join(f"({number(x, 1)})({number(w, 1)})" for x, w in zip(X[0], W[:, 1]))
+    print(f"(X W)_01 = {terms} = {number((X @ W)[0, 1], 2)}")
+    print(f"Y_01     = {number((X @ W)[0, 1], 2)} + ({number(b[1], 1)}) = "
+          f"{number((X @ W + b)[0, 1], 2)}")
+    show("X W + b", X @ W + b, digits=2)
+    print(f"two windows piled up: {np.stack([X, X]).shape} seen as {rows(np.stack([X, X])).shape}")
+
+
+if __name__ == "__main__": demo(demo_matmul)
+
+# %% [markdown]
+# ### 11. Linear layer (forward)
+#
+# The linear layer is the product with the bias added. The column of ones in front of bᵀ says that
+# each row gets the same bias. NumPy does that by itself when it adds an array (c,) to (T, c). W has
+# one row for each input and one column for each output, so nothing is transposed on the way
+# forward.
+#
+#     Y = X W + 1 bᵀ                                                                     (11.1)
+#
+# Shapes at the default sizes, for the layer that feeds the hidden layer:
+#
+#     X (T, d) = (16, 32)
+#     W (d, F) = (32, 128)
+#     b (F,) = (128,)
+#     Y (T, F) = (16, 128)
+
+# %%
+def linear_forward(X, W, b):
+    """Y (..., T, c) = X (..., T, a) times W (a, c), plus b (c,) in each row (card 11)."""
+    Y = rows(X) @ W + b                                                     # (T, c)  (11.1)
+    return Y.reshape(*X.shape[:-1], W.shape[1])
+
+
+def demo_linear():
+    e = example(11)
+    W, b = e.block["ff1_w"], e.block["ff1_b"]
+    show("X", e.X0, digits=1)
+    show("Y", linear_forward(e.X0, W, b), digits=2)
+    show("Y, b = 0", linear_forward(e.X0, W, 0 * b), digits=2)
+    print("the difference in each row is b:")
+    show("b", b, digits=2)
+
+
+if __name__ == "__main__": demo(demo_linear)
+
+# %% [markdown]
+# ### 12. Linear layer, backward
+#
+# Given dY, how does the loss depend on W, b and X? From 10.1 and 10.3, Y_tj is a sum in which each
+# of them appears once, so the derivatives of one output are read off directly.
+#
+#     ∂Y_tj/∂W_kj = X_tk,  ∂Y_tj/∂b_j = 1,  ∂Y_tj/∂X_tk = W_kj                         † (12.1)
+#
+# Now the chain rule adds up all outputs that each of them touches.
+#
+# The weight W_kj touches column j of Y, in every row t, and no other column:
+# dW_kj = Σ_t dY_tj X_tk. The sum over t with k first and j second is a matrix product whose left
+# factor is X turned on its side:
+#
+#     dW = Xᵀ dY                                                                         (12.2)
+#
+# The bias b_j touches column j too, in every row, with factor 1: db_j = Σ_t dY_tj.
+#
+#     db = Σ_t dY_t                                                                      (12.3)
+#
+# The input X_tk touches row t of Y, in every column j: dX_tk = Σ_j dY_tj W_kj. The sum over j runs
+# along the rows of W, so W is turned on its side:
+#
+#     dX = dY Wᵀ                                                                         (12.4)
+#
+# There is no other way to fit these shapes together, which is a good way to remember them. db is a
+# sum, not a mean: a bias that serves T rows gets T contributions. With a batch the sums run over
+# the rows of all windows, because one W serves them all. The backward pass needs X and W, but not
+# Y.
+#
+# Shapes at the default sizes, for the layer that feeds the hidden layer:
+#
+#     dY (T, F) = (16, 128)
+#     dW (d, F) = (32, 128)
+#     db (F,) = (128,)
+#     dX (T, d) = (16, 32)
+
+# %%
+def linear_backward(dY, X, W):
+    """dX, dW, db from dY (..., T, c), the input X (..., T, a) and W (a, c) (card 12)."""
+    dY2 = rows(dY)                                                          # (T, c)
+    dW = rows(X).T @ dY2                                                    # (a, c)  (12.2)
+    db = dY2.sum(axis=0)                                                    # (c,)    (12.3)
+    dX = (dY2 @ W.T).reshape(X.shape)                                       # (T, a)  (12.4)
+    return dX, dW, db
+
+
+def demo_linear_backward():
+    e = example(12)
+    X, W = e.X0, e.block["wq"]
+    dX, dW, db = linear_backward(e.dY, X, W)
+    show("X", X, digits=1)
+    show("W", W, digits=1)
+    show("dY", e.dY, digits=1)
+    show("dW", dW, digits=2)
+    show("db", db, digits=2)
+    show("dX", dX, digits=2)
+    terms = " + ".join(f"({number(x, 1)})({number(g, 1)})" for x, g in zip(X[:, 1], e.dY[:, 0]))
+    print(f"dW_10 = {terms} = {number(dW[1, 0], 2)}")
+    terms = " + ".join(f"({number(g, 1)})({number(w, 1)})" for g, w in zip(e.dY[2], W[3]))
+    print(f"dX_23 = {terms} = {number(dX[2, 3], 2)}")
+
+
+if __name__ == "__main__": demo(demo_linear_backward)
+
+# %% [markdown]
+# ### 13. ReLU (forward)
+#
+# Two linear layers in a row are no better than one: (X W) W' = X (W W') is a single matrix again.
+# Something that is not linear must stand between them. The simplest bend does it: keep what is
+# positive, replace the rest by 0. The name is short for rectified linear unit.
+#
+#     A_ti = max(0, Z_ti)                                                                (13.1)
+#
+# Each hidden number becomes a small detector: it speaks up when its weighted sum is above zero and
+# is silent below. The bias moves the threshold.
+#
+# Shapes at the default sizes:
+#
+#     Z (T, F) = (16, 128)
+#     A (T, F) = (16, 128)
+
+# %%
+def relu_forward(Z):
+    """A = Z where it is positive, else 0; any shape (card 13)."""
+    A = np.maximum(0, Z)                                                    # (T, F)  (13.1)
+    return A
+
+
+def demo_relu():
+    e = example(13)
+    Z = linear_forward(e.X0, e.block["ff1_w"], e.block["ff1_b"])
+    A = relu_forward(Z)
+    show("Z", Z, digits=2)
+    show("A", A, digits=2)
+    print(f"{(A == 0).sum()} of {A.size} entries became 0")
+
+
+if __name__ == "__main__": demo(demo_relu)
+
+# %% [markdown]
+# ### 14. ReLU, backward
+#
+# Where Z is positive, A equals Z: raise one and the other rises as much. Where Z is negative, A
+# stays 0 whatever Z does. At exactly 0 there is no slope; the usual choice is 0.
+#
+#     ∂A_ti/∂Z_ti = 1 if Z_ti > 0 else 0                                               † (14.1)
+#
+# Each entry touches only itself, so the sum of the chain rule has one term:
+#
+#     dZ = dA ⊙ 1[Z > 0]                                                                 (14.2)
+#
+# The condition looks at the input Z of the forward pass, never at dA. A gradient may well be
+# negative and still pass.
+#
+# Shapes at the default sizes:
+#
+#     dA (T, F) = (16, 128)
+#     dZ (T, F) = (16, 128)
+
+# %%
+def relu_backward(dA, Z):
+    """dZ = dA where the input Z was positive, else 0 (card 14)."""
+    dZ = dA * (Z > 0)                                                       # (T, F)  (14.2)
+    return dZ
+
+
+def demo_relu_backward():
+    Z = np.array([[1.5, -0.2, 0.0, 0.3], [-2.0, 0.4, -0.1, 0.7]])
+    dA = np.array([[0.6, 0.5, 0.8, -0.9], [-0.3, 0.2, 0.4, -0.7]])
+    show("Z", Z, digits=1)
+    show("1[Z > 0]", (Z > 0).astype(int), digits=1)
+    show("dA", dA, digits=1)
+    show("dZ", relu_backward(dA, Z), digits=1)
+    print("0.0 lets nothing through; a negative gradient passes where Z is positive")
+
+
+if __name__ == "__main__": demo(demo_relu_backward)
+
+# %% [markdown]
+# ### 15. Softmax (forward)
+#
+# A network gives scores, any numbers; choosing needs probabilities, positive and with sum 1.
+# Raising e to each score makes all of them positive and keeps their order. Dividing by the sum
+# makes the sum 1. That is softmax. A difference of 1 between two scores becomes a factor of e, about
+# 2.718, between their probabilities.
+#
+# There is one danger. exp(1000) is too large for a computer and becomes infinite, and infinite
+# divided by infinite is not a number. So the row's largest score is subtracted first. Then the
+# largest exponent is 0, its exp is 1, and nothing overflows.
+#
+#     e_i = exp(x_i - max_k x_k)                                                         (15.1)
+#     p_i = e_i / Σ_k e_k                                                                (15.2)
+#
+# Does the subtraction change the result? No: any constant c drops out, because exp turns a
+# difference into a quotient, and the same factor e^(-c) stands above and below.
+#
+#     e^(x_i-c) / Σ_k e^(x_k-c) = e^(-c) e^(x_i) / (e^(-c) Σ_k e^(x_k)) = e^(x_i) / Σ_k e^(x_k)
+#                                                                                      † (15.3)
+#
+# A score of -∞ gets exactly probability 0. The largest score of a row must be finite.
+#
+# Shapes at the default sizes, where attention uses it; x is the row of scores of each query:
+#
+#     x (H, T, T) = (2, 16, 16)
+#     p (H, T, T) = (2, 16, 16)
+
+# %%
+def softmax_forward(x):
+    """Probabilities p along the last axis of the scores x, of the same shape (card 15)."""
+    e = np.exp(x - x.max(axis=-1, keepdims=True))                           # (H, T, T)  (15.1)
+    p = e / e.sum(axis=-1, keepdims=True)                                   # (H, T, T)  (15.2)
+    return p
+
+
+def demo_softmax():
+    for x in (np.log([1.0, 2.0, 5.0]), np.array([1000.0, 1001.0, 1003.0])):
+        e = np.exp(x - x.max())
+        show("x", x)
+        show("x - max", x - x.max())
+        show("e", e)
+        show("p", softmax_forward(x))
+        print(f"sum of e {number(e.sum(), 4)}, sum of p {number(softmax_forward(x).sum(), 4)}\n")
+    show("x", np.array([[0.0, 1.0, 3.0], [2.0, -np.inf, 1.0]]))
+    show("p", softmax_forward(np.array([[0.0, 1.0, 3.0], [2.0, -np.inf, 1.0]])))
+    print("0, 1, 3 give the same p as 1000, 1001, 1003; a score of -inf gives exactly 0")
+
+
+if __name__ == "__main__": demo(demo_softmax)
+
+# %% [markdown]
+# ### 16. Softmax, backward
+#
+# Raise one score x_j and its own probability rises, while all others fall, because the sum stays 1.
+# Both follow from the quotient rule, with s = Σ_k e^(x_k):
+#
+#     i = j:  ∂p_i/∂x_i = (e^(x_i) s - e^(x_i) e^(x_i)) / s² = p_i - p_i p_i
+#     i ≠ j:  ∂p_i/∂x_j = (0 - e^(x_i) e^(x_j)) / s²         =     - p_i p_j
+#
+# With δ_ij, which is 1 for i = j and else 0, both lines are one:
+#
+#     ∂p_i/∂x_j = p_i (δ_ij - p_j)                                                     † (16.1)
+#
+# The chain rule adds up over all probabilities that x_j touches, which is all of them:
+#
+#     dx_j = Σ_i dp_i p_i (δ_ij - p_j) = dp_j p_j - p_j Σ_i dp_i p_i
+#
+# Take p_j out:
+#
+#     dx_j = p_j (dp_j - Σ_i p_i dp_i)                                                   (16.2)
+#
+# In words: what counts is how much more a probability is wanted than the average one, where the
+# average is taken under p. So a gradient that is the same for all probabilities does nothing: they
+# cannot all rise. And dx sums to 0 along each row. The matrix of 16.1 is never built. Only the
+# output p is needed, not the scores.
+#
+# Shapes at the default sizes, where attention uses it:
+#
+#     dp (H, T, T) = (2, 16, 16)
+#     dx (H, T, T) = (2, 16, 16)
+
+# %%
+def softmax_backward(p, dp):
+    """dx from the output p and dp = ∂loss/∂p, all of one shape (card 16)."""
+    average = (p * dp).sum(axis=-1, keepdims=True)                          # (H, T, 1)
+    dx = p * (dp - average)                                                 # (H, T, T)  (16.2)
+    return dx
+
+
+def demo_softmax_backward():
+    p = np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
+    dp = np.array([[0.5, -1.0, 0.2], [2.0, 2.0, 2.0]])
+    dx = softmax_backward(p, dp)
+    show("p", p, digits=3)
+    show("dp", dp, digits=3)
+    print("average of dp under p in row 0: 0.1*0.5 + 0.2*(-1.0) + 0.7*0.2 = "
+          f"{number((p * dp).sum(axis=-1)[0], 3)}")
+    print(f"dx_00 = 0.1 * (0.5 - {number((p * dp).sum(axis=-1)[0], 3)}) = {number(dx[0, 0], 3)}")
+    show("dx", dx, digits=3)
+    show("row sums", dx.sum(axis=-1), digits=3)
+    matrix = p[0][:, None] * (np.eye(3) - p[0])                             # (3, 3)  as 16.1
+    show("16.1", matrix, digits=3)
+    show("dp @ it", dp[0] @ matrix, digits=3)
+
+
+if __name__ == "__main__": demo(demo_softmax_backward)
+
+# %% [markdown]
+# ### 17. Cross-entropy (forward)
+#
+# How wrong is a prediction? At each position the model gives one score, a logit, for each of the V
+# tokens. The text says which token came next, the target y_t. The loss is minus the logarithm of
+# the probability that the model gave to that token: 0 if it was certain and right, large if it
+# found the token unlikely. Adding logarithms multiplies probabilities, so the sum over a text is
+# minus the logarithm of the probability of the whole text.
+#
+#     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
+#     logp_tv = z_tv - log Σ_k exp(z_tk)                                                 (17.2)
+#     loss = -(1/T) Σ_t logp[t, y_t]                                                     (17.3)
+#     P_tv = exp(logp_tv)                                                                (17.4)
+#
+# 17.2 is the logarithm of the softmax, worked out: log(e^z / Σ e^z) = z - log Σ e^z. Taking the
+# log of a finished softmax would fail, because a tiny probability is rounded to 0 and its log is
+# -∞. In 17.2 it is merely a large negative number. 17.1 keeps exp from overflowing, as in card 15.
+# 17.3 takes the mean over all positions, so the loss does not depend on how much text it saw. P is
+# kept for the backward pass.
+#
+# Shapes at the default sizes:
+#
+#     logits (T, V) = (16, V)
+#     y (T,) = (16,)
+#     logp (T, V) = (16, V)
+#     P (T, V) = (16, V)
+
+# %%
+def cross_entropy_forward(logits, y):
+    """Mean loss, a float, and probabilities P (..., T, V), from logits and targets y (..., T).
+
+    ValueError where there is no position, or a target is outside 0 to V - 1 (card 17).
+    """
+    V = logits.shape[-1]
+    if y.size == 0:
+        raise ValueError("the loss needs one position or more, got an empty batch")
+    if y.min() < 0 or y.max() >= V:
+        raise ValueError(f"targets must be ids from 0 to {V - 1}, got {y.min()} to {y.max()}")
+    z = rows(logits) - rows(logits).max(axis=-1, keepdims=True)             # (T, V)  (17.1)
+    logp = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))                # (T, V)  (17.2)
+    loss = -logp[np.arange(y.size), y.ravel()].mean()                       #         (17.3)
+    P = np.exp(logp)                                                        # (T, V)  (17.4)
+    return float(loss), P.reshape(logits.shape)
+
+
+def demo_cross_entropy():
+    logits = np.log([[1.0, 2.0, 5.0], [6.0, 3.0, 1.0]])
+    y = np.array([2, 1])
+    loss, P = cross_entropy_forward(logits, y)
+    show("logits", logits)
+    show("y", y, digits=0)
+    show("P", P)
+    print(f"loss = -(log {P[0, 2]:.4f} + log {P[1, 1]:.4f}) / 2 = "
+          f"({-math.log(P[0, 2]):.4f} + {-math.log(P[1, 1]):.4f}) / 2 = {loss:.4f}")
+    far = np.array([[0.0, -1000.0]])
+    print(f"logits 0 and -1000, target the second: loss {cross_entropy_forward(far, y[1:])[0]:.1f}")
+    e = example(17)
+    logits = e.X0 @ e.params["head_w"] + e.params["head_b"]
+    loss, P = cross_entropy_forward(logits, e.y)
+    show("logits", logits, digits=2)
+    show("P", P, digits=2)
+    show("y", e.y, digits=0)
+    print(f"loss = {loss:.4f}")
+
+
+if __name__ == "__main__": demo(demo_cross_entropy)
+
+# %% [markdown]
+# ### 18. Cross-entropy, backward
+#
+# Here the backward pass of the whole network begins. Write the loss of one position with the
+# logits themselves; the maximum cancels, as in card 15:
+#
+#     loss_t = -logp[t, y_t] = -logits[t, y_t] + log Σ_k exp(logits_tk)
+#
+# The derivative of the first term by logits_tv is -1 if v is the target, else 0. The derivative of
+# log Σ_k exp(logits_tk) is exp(logits_tv) divided by that sum, which is the softmax, P_tv.
+#
+#     ∂loss_t/∂logits_tv = P_tv - 1[v = y_t]                                           † (18.1)
+#
+# The loss is the mean over T positions, so each gets 1/T of it. onehot(y) has a 1 in each row at
+# its target, else zeros.
+#
+#     dlogits = (P - onehot(y)) / T                                                      (18.2)
+#
+# In words: push the target's logit up by what is missing to probability 1, and push every other
+# logit down by the probability it was wrongly given. Each row sums to 0. With a batch, T in 18.2 is
+# the number of all positions, because the mean in 17.3 is over all of them. The 1 is subtracted on
+# a copy, since P belongs to the caller.
+#
+# Shapes at the default sizes:
+#
+#     P (T, V) = (16, V)
+#     dlogits (T, V) = (16, V)
+
+# %%
+def cross_entropy_backward(P, y):
+    """dlogits (..., T, V) from the probabilities P (..., T, V) and targets y (..., T) (card 18)."""
+    dlogits = rows(P).copy()                                                # (T, V)
+    dlogits[np.arange(y.size), y.ravel()] -= 1
+    dlogits /= y.size                                                       # (T, V)  (18.2)
+    return dlogits.reshape(P.shape)
+
+
+def demo_cross_entropy_backward():
+    logits = np.log([[1.0, 2.0, 5.0], [6.0, 3.0, 1.0]])
+    y = np.array([2, 1])
+    loss, P = cross_entropy_forward(logits, y)
+    dlogits = cross_entropy_backward(P, y)
+    onehot = (np.arange(3) == y[:, None]).astype(int)
+    show("P", P)
+    show("onehot", onehot)
+    show("dlogits", dlogits)
+    show("row sums", dlogits.sum(axis=-1))
+    print(f"dlogits_02 = ({P[0, 2]:.4f} - 1) / 2 = {dlogits[0, 2]:.4f}")
+    lower, _ = cross_entropy_forward(logits - 0.1 * dlogits, y)
+    print(f"a step of 0.1 against it: loss {loss:.4f} -> {lower:.4f}")
+
+
+if __name__ == "__main__": demo(demo_cross_entropy_backward)
+
+# %% [markdown]
+# ### 19. Perplexity
+#
+# A loss of 2.3 says little by itself. Its exponential does: a model that guesses evenly among n
+# tokens has the loss log n, so exp(loss) is the number of tokens among which the model is, on
+# average, torn. That number is called perplexity. It starts near V and falls.
+#
+#     perplexity = exp(loss)                                                             (19.1)
+#
+# Take exp of the mean loss. The mean of the exponentials would be another, larger number.
+# Logarithms are natural throughout the book.
+#
+# Shapes: one number gives one number.
+
+# %%
+def perplexity(loss):
+    """The number of equally likely choices that a loss amounts to; inf past the largest float."""
+    try:
+        return math.exp(loss)                                               # (19.1)
+    except OverflowError:
+        return math.inf
+
+
+def demo_perplexity():
+    for n in (1, 2, 10, 65):
+        loss, _ = cross_entropy_forward(np.zeros((1, n)), np.array([n - 1]))
+        print(f"an even guess among {n:2}: loss {loss:.4f}, perplexity {perplexity(loss):.4f}")
+    print(f"loss 1.5 -> perplexity {perplexity(1.5):.4f}")
+    print(f"losses 1 and 3: exp of the mean {perplexity(2):.4f}, "
+          f"mean of the exps {(perplexity(1) + perplexity(3)) / 2:.4f}")
+
+
+if __name__ == "__main__": demo(demo_perplexity)
+
+# %% [markdown]
+# ### 20. LayerNorm (forward)
+#
+# As numbers pass through layer after layer, they tend to grow or shrink. Then the next layer meets
+# inputs of a size it was not tuned for, and its gradients grow or shrink with them. LayerNorm gives
+# each row a standard size: it shifts the row to mean 0 and scales it to variance 1. Each row is
+# treated alone, so positions never mix.
+#
+#     μ_t = (1/d) Σ_i X_ti                                                               (20.1)
+#     σ_t² = (1/d) Σ_i (X_ti - μ_t)²                                                     (20.2)
+#     s_t = 1 / √(σ_t² + ε)                                                              (20.3)
+#     Xhat_ti = (X_ti - μ_t) s_t                                                         (20.4)
+#     Y_ti = γ_i Xhat_ti + β_i                                                           (20.5)
+#
+# The variance divides by d, not by d - 1: the row is not a sample, it is all there is. ε is a tiny
+# number inside the root that keeps a constant row, whose variance is 0, from a division by zero.
+# The gain γ and the offset β are learned, one of each for each feature (column), so the network can
+# undo the standard size where that helps. Kept for the backward pass: Xhat, s and γ.
+#
+# The mean of a row is its sum divided by d. `row_mean` forms that sum as a product with a column of
+# ones, times 1/d. It is 20.1 as it stands, and for the short rows of a GPT several times faster
+# than NumPy's own mean.
+#
+# Shapes at the default sizes:
+#
+#     X (T, d) = (16, 32)
+#     mu (T, 1) = (16, 1)
+#     s (T, 1) = (16, 1)
+#     Xhat (T, d) = (16, 32)
+#     gamma (d,) = (32,)
+#     Y (T, d) = (16, 32)
+
+# %%
+EPS = 1e-5                                                                  # ε of 20.3
+
+
+def row_mean(X):
+    """The mean of each row, kept as a column: (..., d) becomes (..., 1) (card 20)."""
+    return X.mean(axis=-1, keepdims=True)
+
+
+def layer_norm_forward(X, gamma, beta):
+    """Y (..., T, d) and the cache for layer_norm_backward, from X (..., T, d) (card 20)."""
+    mu = row_mean(X)                                                        # (T, 1)  (20.1)
+    D = X - mu                                                              # (T, d)
+    variance = row_mean(D * D)                                              # (T, 1)  (20.2)
+    s = 1 / np.sqrt(variance + EPS)                                         # (T, 1)  (20.3)
+    Xhat = D * s                                                            # (T, d)  (20.4)
+    Y = gamma * Xhat + beta                                                 # (T, d)  (20.5)
+    return Y, (Xhat, s, gamma)
+
+
+def demo_layernorm():
+    X = np.array([[2.0, 4.0, 4.0, 10.0], [0.1, 0.3, -0.2, 0.6]])
+    gamma, beta = np.array([1.0, 0.5, 1.0, 2.0]), np.array([0.0, 0.1, -0.3, 0.0])
+    Y, (Xhat, s, _) = layer_norm_forward(X, gamma, beta)
+    show("X", X)
+    print("row 0: mean (2 + 4 + 4 + 10) / 4 = 5, variance (9 + 1 + 1 + 25) / 4 = 9, s = 1/3")
+    show("s", s.T)
+    show("Xhat", Xhat)
+    show("gamma", gamma)
+    show("beta", beta)
+    show("Y", Y)
+    print(f"rows of Xhat: mean {number(Xhat.mean(axis=1)[0], 4)} and "
+          f"{number(Xhat.mean(axis=1)[1], 4)}, variance {Xhat.var(axis=1)[0]:.4f} and "
+          f"{Xhat.var(axis=1)[1]:.4f}")
+    show("X const", np.full((1, 4), 7.0))
+    show("Y const", layer_norm_forward(np.full((1, 4), 7.0), gamma, beta)[0])
+    e = example(20)
+    show("X0", e.X0)
+    show("LN1(X0)", layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])[0])
+
+
+if __name__ == "__main__": demo(demo_layernorm)
+
+# %% [markdown]
+# ### 21. Deriving the backward formula
+#
+# The input X_tj enters the output in three ways: directly, through the mean, and through the
+# variance. We follow each of them, one after the other. All of this happens within one row t.
+#
+# First, undo the gain. In 20.5 each Y_ti depends on one Xhat_ti, with factor γ_i:
+#
+#     ∂loss/∂Xhat_ti = ∂loss/∂Y_ti · ∂Y_ti/∂Xhat_ti = dY_ti γ_i = dXhat_ti             † (21.1)
+#
+# Second, the mean. It is a sum of d terms divided by d, and X_tj is one of them:
+#
+#     ∂μ_t/∂X_tj = 1/d                                                                 † (21.2)
+#
+# Third, the variance. The derivative of a square is twice the inside times the derivative of the
+# inside. X_ti - μ_t changes with X_tj by δ_ij directly and by -1/d through the mean:
+#
+#     ∂σ_t²/∂X_tj = (2/d) Σ_i (X_ti - μ_t)(δ_ij - 1/d) = (2/d)(X_tj - μ_t)             † (21.3)
+#
+# The sum splits into two. With δ_ij only i = j is left, which gives X_tj - μ_t. With 1/d the sum is
+# (1/d) Σ_i (X_ti - μ_t), and deviations from the mean add up to 0.
+#
+# Fourth, s = (σ² + ε)^(-1/2). The power rule, then 21.3; s³ = (σ² + ε)^(-3/2) takes ε along:
+#
+#     ∂s_t/∂X_tj = -(1/2)(σ_t² + ε)^(-3/2) (2/d)(X_tj - μ_t) = -(1/d) s_t³ (X_tj - μ_t)
+#                                                                                      † (21.4)
+#
+# Fifth, Xhat_ti = (X_ti - μ_t) s_t is a product in which both factors vary. The first factor gives
+# s_t (δ_ij - 1/d), the second (X_ti - μ_t) times 21.4. In the second term, two factors s_t turn the
+# two deviations into Xhat_ti and Xhat_tj, and one factor s_t is left to be taken out:
+#
+#     ∂Xhat_ti/∂X_tj = s_t (δ_ij - 1/d) + (X_ti - μ_t) ∂s_t/∂X_tj
+#                    = s_t (δ_ij - 1/d - (1/d) Xhat_ti Xhat_tj)                        † (21.5)
+#
+# Sixth, the chain rule adds up what X_tj does to all d entries of its row. The three terms in the
+# bracket of 21.5 give three sums:
+#
+#     dX_tj = Σ_i dXhat_ti ∂Xhat_ti/∂X_tj
+#           = s_t (dXhat_tj - (1/d) Σ_i dXhat_ti - Xhat_tj (1/d) Σ_i dXhat_ti Xhat_ti)
+#                                                                                      † (21.6)
+#
+# Last, gain and offset. They enter 20.5 directly, and every row shares them:
+#
+#     ∂Y_ti/∂γ_i = Xhat_ti,  ∂Y_ti/∂β_i = 1                                            † (21.7)
+#
+# Read 21.6 as geometry. The first sum takes away the part of the gradient that would shift the
+# whole row, the second the part that would stretch it along Xhat. LayerNorm undoes shifts and
+# stretches, so they cannot change the loss.
+#
+# Shapes at the default sizes: on paper, the matrix of 21.5 is (d, d) = (32, 32) for each row. The
+# code goes straight to card 22 and never builds it; only this card's demo does, for one row.
+
+# %%
+def demo_layernorm_derivation():
+    x, gamma, dY = np.array([2.0, 4.0, 4.0, 10.0]), np.ones(4), np.array([0.0, 1.0, 0.0, -1.0])
+    h, d = 1e-5, 4
+    _, (Xhat, s, _) = layer_norm_forward(x, gamma, np.zeros(4))
+
+    def slope(f, j):                                        # how f moves when x_j moves
+        up, down = x.copy(), x.copy()
+        up[j] += h
+        down[j] -= h
+        return (f(up) - f(down)) / (2 * h)
+
+    mu, s = x.mean(), s.item()
+    print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}; now X_3 = 10 moves")
+    print(f"(21.2) mean      formula {1 / d:.4f}   measured {slope(np.mean, 3):.4f}")
+    print(f"(21.3) variance  formula {2 / d * (x[3] - mu):.4f}   measured {slope(np.var, 3):.4f}")
+    print(f"(21.4) s         formula {-s**3 * (x[3] - mu) / d:.4f}  measured "
+          f"{slope(lambda row: 1 / np.sqrt(row.var() + EPS), 3):.4f}")
+    matrix = s * (np.eye(d) - 1 / d - np.outer(Xhat, Xhat) / d)             # (4, 4)  as 21.5
+    measured = np.array([slope(lambda row: layer_norm_forward(row, gamma, 0 * row)[0], j)
+                         for j in range(d)]).T
+    show("21.5", matrix)
+    show("measured", measured)
+    show("dY", dY)
+    show("21.6", dY @ matrix)
+    loss = lambda row: (dY * layer_norm_forward(row, gamma, 0 * row)[0]).sum()
+    show("measured", np.array([slope(loss, j) for j in range(d)]))
+
+
+if __name__ == "__main__": demo(demo_layernorm_derivation)
+
+# %% [markdown]
+# ### 22. LayerNorm, backward
+#
+# The result of the derivation, as code. The means run along a row, over its d features. The sums
+# for γ and β run over the rows, since all rows share them. Both means are taken of dXhat, not of
+# dY.
+#
+#     dXhat_ti = dY_ti γ_i                                                               (22.1)
+#     dX_tj = s_t (dXhat_tj - mean_i(dXhat_ti) - Xhat_tj mean_i(dXhat_ti Xhat_ti))       (22.2)
+#     dγ_i = Σ_t dY_ti Xhat_ti                                                           (22.3)
+#     dβ_i = Σ_t dY_ti                                                                   (22.4)
+#
+# Each row of dX sums to 0, because shifting a row changes nothing. That makes a quick test.
+#
+# Shapes at the default sizes:
+#
+#     dY (T, d) = (16, 32)
+#     dXhat (T, d) = (16, 32)
+#     dX (T, d) = (16, 32)
+#     dgamma (d,) = (32,)
+#     dbeta (d,) = (32,)
+
+# %%
+def layer_norm_backward(dY, cache):
+    """dX (..., T, d), dgamma (d,), dbeta (d,) from dY (..., T, d) (card 22)."""
+    Xhat, s, gamma = cache
+    dXhat = dY * gamma                                                      # (T, d)  (22.1)
+    dX = s * (dXhat - row_mean(dXhat) - Xhat * row_mean(dXhat * Xhat))      # (T, d)  (22.2)
+    dgamma = rows(dY * Xhat).sum(axis=0)                                    # (d,)    (22.3)
+    dbeta = rows(dY).sum(axis=0)                                            # (d,)    (22.4)
+    return dX, dgamma, dbeta
+
+
+def demo_layernorm_backward():
+    X = np.array([[2.0, 4.0, 4.0, 10.0], [0.1, 0.3, -0.2, 0.6]])
+    gamma, beta = np.array([1.0, 0.5, 1.0, 2.0]), np.array([0.0, 0.1, -0.3, 0.0])
+    dY = np.array([[0.1, 1.0, 0.2, -0.5], [0.3, -0.2, 0.4, 0.7]])
+    _, cache = layer_norm_forward(X, gamma, beta)
+    Xhat, s, _ = cache
+    dX, dgamma, dbeta = layer_norm_backward(dY, cache)
+    dXhat = dY * gamma
+    show("Xhat", Xhat)
+    show("s", s.T)
+    show("dY", dY)
+    show("dXhat", dXhat)
+    show("means 1", dXhat.mean(axis=1))
+    show("means 2", (dXhat * Xhat).mean(axis=1))
+    show("dX", dX)
+    show("row sums", dX.sum(axis=1))
+    show("dgamma", dgamma)
+    show("dbeta", dbeta)
+
+
+if __name__ == "__main__": demo(demo_layernorm_backward)
+
+# %% [markdown]
+# ### 23. Xavier uniform initialisation
+#
+# Weights must start out random, or all columns of a matrix would get the same gradient and stay
+# the same for ever. How large should they be? A sum of fan_in products of independent numbers with
+# mean 0 has fan_in times the variance of one product. To keep the size of the signal going forward,
+# the variance of the weights should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out
+# numbers, which asks for 1/fan_out. Both cannot hold at once, so the variance is put between them:
+# 2 / (fan_in + fan_out). This choice is named after Xavier Glorot.
+#
+# A uniform distribution on [-a, a] has mean 0 and variance ∫ w² dw / 2a from -a to a, which is
+# (2a³/3) / 2a = a²/3. Setting a²/3 to the wanted variance gives a.
+#
+#     a = √(6 / (fan_in + fan_out))                                                      (23.1)
+#     W_ij ~ U[-a, a]                                                                    (23.2)
+#     Var(W_ij) = a²/3 = 2 / (fan_in + fan_out)                                        † (23.3)
+#
+# fan_in is the number of rows of W, fan_out the number of columns.
+#
+# Shapes at the default sizes, for the first matrix of the hidden layer:
+#
+#     W (d, F) = (32, 128)
+
+# %%
+def xavier_uniform(rng, fan_in, fan_out):
+    """A random matrix W (fan_in, fan_out) in float64 (card 23)."""
+    a = math.sqrt(6 / (fan_in + fan_out))                                   #         (23.1)
+    W = rng.uniform(-a, a, (fan_in, fan_out))                               # (fan_in, fan_out)  (23.2)
+    return W
+
+
+def demo_xavier():
+    for fan_in, fan_out in ((4, 5), (32, 128)):
+        W = xavier_uniform(np.random.default_rng(3), fan_in, fan_out)
+        a = math.sqrt(6 / (fan_in + fan_out))
+        print(f"{fan_in} rows, {fan_out} columns: a = sqrt(6 / {fan_in + fan_out}) = {a:.4f}")
+        print(f"  smallest {W.min():.4f}, largest {W.max():.4f}")
+        print(f"  variance: wanted {2 / (fan_in + fan_out):.4f}, measured {W.var():.4f}")
+    show("W", xavier_uniform(np.random.default_rng(3), 4, 5))
+
+
+if __name__ == "__main__": demo(demo_xavier)
+
+# %% [markdown]
+# ## Chapter 4. Embeddings
+#
+# An id is a name, not a quantity: token 7 is not more than token 6. So each token gets a row of d
+# numbers of its own, which training can place where it likes, near the rows of tokens that behave
+# alike. Such a row is called an embedding.
+
+# %% [markdown]
+# ### 24. Token embedding (forward)
+#
+# The token table E has one row for each token of the vocabulary. Looking up the ids of a window
+# gives one row for each position.
+#
+#     (E[ids])_t = E_(i_t),  i_t = ids[t]                                                (24.1)
+#
+# NumPy would take a negative id and silently count from the end of the table, so ids are checked
+# first.
+#
+# Shapes at the default sizes; E is `tok_emb`:
+#
+#     ids (T,) = (16,)
+#     tok_emb (V, d) = (V, 32)
+#     token_rows (T, d) = (16, 32)
+
+# %%
+def token_embedding(tok_emb, ids):
+    """Rows (..., T, d) of the table (V, d) for ids (..., T); ValueError for other ids (card 24)."""
+    V = len(tok_emb)
+    if ids.size and (ids.min() < 0 or ids.max() >= V):
+        raise ValueError(f"ids must be from 0 to {V - 1}, got {ids.min()} to {ids.max()}")
+    token_rows = tok_emb[ids]                                               # (T, d)  (24.1)
+    return token_rows
+
+
+def demo_token_embedding():
+    e = example(24)
+    for i, (token, row) in enumerate(zip(e.tokenizer.itos, e.params["tok_emb"])):
+        show(f"{i} {token!r}", row, digits=1)
+    print(f"window x = {e.x.tolist()} = {[e.tokenizer.itos[i] for i in e.x]}")
+    show("E[x]", token_embedding(e.params["tok_emb"], e.x), digits=1)
+
+
+if __name__ == "__main__": demo(demo_token_embedding)
+
+# %% [markdown]
+# ### 25. Positional embedding (forward)
+#
+# Attention, in the next chapter, treats the rows of a window as a heap: it would not notice if they
+# changed places. But "dog bites man" is not "man bites dog". So each position gets a row too, from
+# the position table P, and the rows are learned like those of the tokens.
+#
+#     (P[:T])_t = P_t,  t = 0, ..., T-1                                                  (25.1)
+#
+# The position counts from the start of the window, not of the text. A shorter sequence uses fewer
+# rows. The table has Tmax rows and training windows have T, so with T < Tmax the rows from T on
+# are never trained. They hold the random numbers they started with, and must not be read when the
+# model writes (card 61).
+#
+# Shapes at the default sizes; P is `pos_emb`:
+#
+#     pos_emb (Tmax, d) = (32, 32)
+#     position_rows (T, d) = (16, 32)
+
+# %%
+def position_embedding(pos_emb, T):
+    """The first T rows (T, d) of the table (Tmax, d) (card 25)."""
+    position_rows = pos_emb[:T]                                             # (T, d)  (25.1)
+    return position_rows
+
+
+def demo_position_embedding():
+    e = example(25)
+    show("P", e.params["pos_emb"], digits=1)
+    for T in (3, 2):
+        show(f"P[:{T}]", position_embedding(e.params["pos_emb"], T), digits=1)
+    print("Tmax = 5, T = 3: rows 3 and 4 are never trained")
+
+
+if __name__ == "__main__": demo(demo_position_embedding)
+
+# %% [markdown]
+# ### 26. Embedding sum (forward)
+#
+# What a token is and where it stands are two facts about one position, and both go into one row.
+# They are simply added. With d numbers to play with, training can keep the two apart by using
+# different directions for them.
+#
+#     X(0)_t = E_(i_t) + P_t                                                           † (26.1)
+#     X(0) = E[ids] + P[:T]                                                              (26.2)
+#
+# The first line says it for one position, the second for all at once. X(0), in code X0, is the
+# input of block 0.
+#
+# Shapes at the default sizes:
+#
+#     ids (T,) = (16,)
+#     X0 (T, d) = (16, 32)
+
+# %%
+def embed_forward(params, ids):
+    """X0 (..., T, d) for ids (..., T): token rows plus position rows (cards 24 to 26)."""
+    token_rows = token_embedding(params["tok_emb"], ids)                    # (T, d)
+    position_rows = position_embedding(params["pos_emb"], ids.shape[-1])    # (T, d)
+    X0 = token_rows + position_rows                                         # (T, d)  (26.2)
+    return X0
+
+
+def demo_embedding_sum():
+    e = example(26)
+    X0 = embed_forward(e.params, e.x)
+    show("E[x]", token_embedding(e.params["tok_emb"], e.x), digits=1)
+    show("P[:3]", position_embedding(e.params["pos_emb"], 3), digits=1)
+    show("X0", X0, digits=1)
+    again = embed_forward(e.params, np.array([e.x[0], e.x[0]]))
+    print(f"the token {e.tokenizer.itos[e.x[0]]!r} at positions 0 and 1 gives different rows:")
+    show("X0", again, digits=1)
+
+
+if __name__ == "__main__": demo(demo_embedding_sum)
+
+# %% [markdown]
+# ### 27. Embedding backward
+#
+# A table entry E_vj is copied to every position that shows token v, and nowhere else. The chain
+# rule adds up over those positions:
+#
+#     ∂loss/∂E_vj = Σ_t dX(0)_tj ∂X(0)_tj/∂E_vj,  ∂X(0)_tj/∂E_vj = 1 if i_t = v else 0 † (27.1)
+#     dE_v = Σ dX(0)_t over all t with i_t = v                                           (27.2)
+#     dP_t = dX(0)_t if t < T else 0                                                     (27.3)
+#
+# Here hides a trap. `dE[ids] += dX0` looks right, but with an id that occurs twice, NumPy reads the
+# old row twice, adds once to each copy and writes one over the other: a contribution is lost. They
+# must all be added. One way is a loop over the positions. A faster one is a matrix product: row v
+# of onehotᵀ has a 1 at every t with i_t = v and zeros elsewhere, so (onehotᵀ dX0)_v is just the sum
+# of 27.2. It also adds in a fixed order.
+#
+# With a batch, a token row collects from all windows, and a position row from the same position of
+# all windows. Rows that no position used get exactly 0.
+#
+# Shapes at the default sizes:
+#
+#     dX0 (T, d) = (16, 32)
+#     d_tok_emb (V, d) = (V, 32)
+#     d_pos_emb (Tmax, d) = (32, 32)
+
+# %%
+def embed_backward(dX0, ids, params):
+    """d_tok_emb (V, d), d_pos_emb (Tmax, d) from dX0 (..., T, d) and ids (..., T) (card 27)."""
+    V, T, d = len(params["tok_emb"]), *dX0.shape[-2:]
+    onehot = np.zeros((ids.size, V), dX0.dtype)                             # (T, V)
+    onehot[np.arange(ids.size), ids.ravel()] = 1
+    d_tok_emb = onehot.T @ rows(dX0)                                        # (V, d)  (27.2)
+    d_pos_emb = np.zeros_like(params["pos_emb"])                            # (Tmax, d)
+    d_pos_emb[:T] = dX0.reshape(-1, T, d).sum(axis=0)                       #         (27.3)
+    return d_tok_emb, d_pos_emb
+
+
+def demo_embedding_backward():
+    ids = np.array([[2, 0, 2], [2, 1, 0]])
+    dX0 = np.array([[[1.0, 0.5], [2.0, 0.1], [4.0, 0.2]], [[8.0, 0.3], [16.0, 0.4], [32.0, 0.6]]])
+    params = {"tok_emb": np.zeros((4, 2)), "pos_emb": np.zeros((5, 2))}
+    d_tok_emb, d_pos_emb = embed_backward(dX0, ids, params)
+    show("ids", ids)
+    show("dX0", dX0, digits=1)
+    show("d_tok_emb", d_tok_emb, digits=1)
+    print("token 2 stands in three places: 1 + 4 + 8 = 13; token 3 in none")
+    show("d_pos_emb", d_pos_emb, digits=1)
+    print("position 1 in two windows: 2 + 16 = 18; rows 3 and 4 in none")
+    wrong = np.zeros((4, 2))
+    wrong[ids.ravel()] += rows(dX0)
+    show("dE[ids] +=", wrong, digits=1)
+    print("the last table is wrong: for a repeated id only the last place counts")
+
+
+if __name__ == "__main__": demo(demo_embedding_backward)
+
+# %% [markdown]
+# ## Chapter 5. Attention
+#
+# So far each position knows only its own token. To predict what comes after "the sea", a position
+# must look back at others. Attention is that look: each position asks a question, compares it with
+# a label that every earlier position offers, and takes a mixture of what those positions have to
+# say, weighted by how well the labels fit. Every part of it, question, label and content, is a
+# linear layer of the row at hand, so it can be learned.
+
+# %% [markdown]
+# ### 28. Q, K, V projections (forward)
+#
+# Three linear layers read the same rows Xn and give each position three rows: a query Q (what do I
+# look for?), a key K (what do I offer for matching?) and a value V (what do I pass on?). Three,
+# because to ask, to be found and to answer are three different things: a verb may look for its
+# subject, but it does not answer like one. Xn is the normalised copy of X that card 41 prepares.
+#
+#     Q = Xn Wq + 1 bqᵀ                                                                  (28.1)
+#     K = Xn Wk + 1 bkᵀ                                                                  (28.2)
+#     V = Xn Wv + 1 bvᵀ                                                                  (28.3)
+#
+# From here to card 38, V is this matrix of values and not the size of the vocabulary.
+#
+# Shapes at the default sizes; wk and wv are like wq, K and V like Q:
+#
+#     Xn (T, d) = (16, 32)
+#     Q (T, d) = (16, 32)
+#     K (T, d) = (16, 32)
+#     V (T, d) = (16, 32)
+
+# %%
+def project_qkv(Xn, block):
+    """Queries, keys and values, each (..., T, d), of the rows Xn (..., T, d) (card 28)."""
+    Q = linear_forward(Xn, block["wq"], block["bq"])                        # (T, d)  (28.1)
+    K = linear_forward(Xn, block["wk"], block["bk"])                        # (T, d)  (28.2)
+    V = linear_forward(Xn, block["wv"], block["bv"])                        # (T, d)  (28.3)
+    return Q, K, V
+
+
+def demo_qkv():
+    e = example(28)
+    show("Xn", e.Xn)
+    for name, M in zip("QKV", project_qkv(e.Xn, e.block)):
+        show(f"w{name.lower()}", e.block[f"w{name.lower()}"], digits=1)
+        show(f"b{name.lower()}", e.block[f"b{name.lower()}"], digits=1)
+        show(name, M)
+
+
+if __name__ == "__main__": demo(demo_qkv)
+
+# %% [markdown]
+# ### 29. Heads (forward)
+#
+# One mixture per position is little: a word may want its verb and its adjective at once. So the
+# width is shared out among H heads. Each head works on its own dh columns of Q, K and V, asks its
+# own question and gets its own mixture, at no extra cost.
+#
+#     dh = d / H,  d mod H = 0                                                           (29.1)
+#     M(h)[t, i] = M[t, h·dh + i]                                                        (29.2)
+#
+# The width must be a multiple of H, or columns would be left over. Head h owns the columns h dh to
+# (h + 1) dh - 1; M stands for Q, K or V. Heads are numbered from 0.
+#
+# Shapes at the default sizes:
+#
+#     M (T, d) = (16, 32)
+#     head (T, dh) = (16, 16)
+
+# %%
+def head_width(d, heads):
+    """dh = d / H; ValueError where that is not a whole number (card 29)."""
+    if heads < 1 or d % heads:
+        raise ValueError(f"width {d} cannot be shared by {heads} heads: "
+                         f"make the width a multiple of the heads")
+    return d // heads                                                       #         (29.1)
+
+
+def head_columns(M, heads, h):
+    """The columns (..., T, dh) of M (..., T, d) that belong to head h (card 29)."""
+    dh = head_width(M.shape[-1], heads)
+    head = M[..., h * dh:(h + 1) * dh]                                      # (T, dh)  (29.2)
+    return head
+
+
+def demo_heads():
+    e = example(29)
+    print(f"d = 4, H = 2: dh = {head_width(4, 2)}")
+    show("Q", e.Q)
+    for h in range(2):
+        show(f"Q({h})", head_columns(e.Q, 2, h))
+    print(f"Q(1)[2, 0] = Q[2, 1*2 + 0] = {e.Q[2, 2]:.4f}")
+    M = np.arange(12).reshape(2, 6)
+    show("M", M)
+    for h in range(3):
+        show(f"M({h})", head_columns(M, 3, h))
+
+
+if __name__ == "__main__": demo(demo_heads)
+
+# %% [markdown]
+# ### 30. Splitting into heads (forward)
+#
+# To let one matrix product serve all heads at once, the heads become an axis of their own, in front
+# of the positions.
+#
+#     Qh, Kh, Vh = split(Q, H), split(K, H), split(V, H)                                 (30.1)
+#
+# It takes two steps. The reshape cuts each row into H pieces of dh numbers, (T, d) to (T, H, dh):
+# that is 29.2. The swap of axes brings the head to the front. Reshaping straight to (H, T, dh)
+# would give the right shape and wrong contents: it would deal out whole rows to the heads.
+#
+# Shapes at the default sizes:
+#
+#     M (T, d) = (16, 32)
+#     pieces (T, H, dh) = (16, 2, 16)
+#     Mh (H, T, dh) = (2, 16, 16)
+
+# %%
+def split_heads(M, heads):
+    """(..., T, d) to (..., H, T, dh) (cards 29 and 30)."""
+    *lead, T, d = M.shape
+    pieces = M.reshape(*lead, T, heads, head_width(d, heads))               # (T, H, dh)  (29.2)
+    Mh = pieces.swapaxes(-2, -3)                                            # (H, T, dh)  (30.1)
+    return Mh
+
+
+def demo_split_heads():
+    M = np.arange(12).reshape(3, 4)
+    show("M", M)
+    Mh = split_heads(M, 2)
+    for h in range(2):
+        show(f"Mh[{h}]", Mh[h])
+        print(f"{'':10}the same as card 29: {np.array_equal(Mh[h], head_columns(M, 2, h))}")
+    show("reshape", M.reshape(2, 3, 2))
+    print("reshape alone, the last array, mixes positions: its first head has half of row 1")
+    e = example(30)
+    show("Qh", split_heads(e.Q, 2))
+
+
+if __name__ == "__main__": demo(demo_split_heads)
+
+# %% [markdown]
+# ### 31. Scores (forward)
+#
+# How well does key j fit query i? Multiply them number by number and add up. This dot product is
+# large when the two rows point the same way, negative when they point in opposite ways. All pairs
+# of a head are one matrix product, with K turned on its side:
+#
+#     Qh Khᵀ,  (Qh Khᵀ)_ij = Σ_c (Qh)_ic (Kh)_jc                                         (31.1)
+#
+# Row i is the position that asks, column j the one that is asked; c runs over the dh columns of a
+# head. The swap concerns the last two axes only. `.T` would reverse all of them, heads included.
+#
+# Shapes at the default sizes:
+#
+#     Qh (H, T, dh) = (2, 16, 16)
+#     Kh (H, T, dh) = (2, 16, 16)
+#     QK (H, T, T) = (2, 16, 16)
+
+# %%
+def scores(Qh, Kh):
+    """Dot products (..., H, T, T) of all queries and keys (..., H, T, dh) (card 31)."""
+    QK = Qh @ Kh.swapaxes(-1, -2)                                           # (H, T, T)  (31.1)
+    return QK
+
+
+def demo_scores():
+    e = example(31)
+    QK = scores(e.Qh, e.Kh)
+    show("Qh", e.Qh)
+    show("Kh", e.Kh)
+    show("Qh KhT", QK)
+    q, k = e.Qh[0, 1], e.Kh[0, 2]
+    print(f"head 0, query 1, key 2: ({q[0]:.4f})({k[0]:.4f}) + ({q[1]:.4f})({k[1]:.4f})"
+          f" = {QK[0, 1, 2]:.4f}")
+
+
+if __name__ == "__main__": demo(demo_scores)
+
+# %% [markdown]
+# ### 32. Scaling by sqrt(d_h) (forward)
+#
+# A dot product over dh columns is a sum of dh products. If the numbers are independent with mean 0
+# and variance 1, each product has variance 1 and the sum has variance dh: wider heads give larger
+# scores. Large scores make softmax nearly certain of one key, and there its derivative p (δ - p) is
+# nearly 0, so learning stalls. Dividing by √dh, the standard deviation of the sum, keeps the
+# scores near size 1 whatever the width.
+#
+#     S = Qh Khᵀ / √dh                                                                   (32.1)
+#
+# It is the root of dh, the width of a head, not of d. `math.sqrt` gives a Python float, which
+# leaves a float32 array in float32; the float64 number that np.sqrt gives would not.
+#
+# Shapes at the default sizes:
+#
+#     Qh (H, T, dh) = (2, 16, 16)
+#     S (H, T, T) = (2, 16, 16)
+
+# %%
+def scaled_scores(Qh, Kh):
+    """Scores (..., H, T, T) of standard size (card 32)."""
+    S = scores(Qh, Kh) / math.sqrt(Qh.shape[-1])                            # (H, T, T)  (32.1)
+    return S
+
+
+def demo_scaling():
+    Qh, Kh = np.array([[[1.0, 1.0, 0.0, 2.0]]]), np.array([[[2.0, 0.0, 1.0, 1.0]]])
+    print(f"q = 1 1 0 2, k = 2 0 1 1: q·k = {scores(Qh, Kh).item():.4f}, "
+          f"dh = 4, scaled {scaled_scores(Qh, Kh).item():.4f}")
+    rng = np.random.default_rng(2)
+    for dh in (4, 64):
+        q, k = (math.sqrt(3) * (2 * rng.random((200, dh)) - 1) for _ in range(2))
+        print(f"random numbers of variance 1, dh = {dh:2}: scores have standard deviation "
+              f"{scores(q, k).std():.2f}, scaled {scaled_scores(q, k).std():.2f}")
+    e = example(32)
+    show("Qh KhT", scores(e.Qh, e.Kh))
+    show("S", scaled_scores(e.Qh, e.Kh))
+
+
+if __name__ == "__main__": demo(demo_scaling)
+
+# %% [markdown]
+# ### 33. Causal mask (forward)
+#
+# At position i the model must predict token i + 1. If it could look at position i + 1, it would
+# simply copy the answer, and learn nothing. So a query may only look at keys up to its own
+# position. The scores of later ones are replaced by -∞.
+#
+#     S_ij ← S_ij if j ≤ i else -∞                                                       (33.1)
+#
+# Why -∞ and not 0? The mask comes before softmax, where a score of 0 is an ordinary score with an
+# ordinary probability. Only -∞ gets exactly probability 0. The diagonal j = i stays, so every row
+# keeps at least one finite score.
+#
+# Shapes at the default sizes:
+#
+#     S (H, T, T) = (2, 16, 16)
+#     later (T, T) = (16, 16)
+
+# %%
+def causal_mask(S):
+    """A copy of the scores S (..., T, T) with -inf where the key comes later (card 33)."""
+    T = S.shape[-1]
+    later = np.arange(T) > np.arange(T)[:, None]                            # (T, T)
+    return np.where(later, -np.inf, S)                                      # (H, T, T)  (33.1)
+
+
+def demo_causal_mask():
+    e = example(33)
+    S = scaled_scores(e.Qh, e.Kh)
+    show("S", S)
+    show("masked", causal_mask(S))
+    print("row i of a head keeps its keys 0 to i: 1, 2 and 3 of them")
+
+
+if __name__ == "__main__": demo(demo_causal_mask)
+
+# %% [markdown]
+# ### 34. Softmax per row (forward)
+#
+# Each query has a total attention of 1 to give, and softmax shares it out over the keys.
+#
+#     A = softmax(S),  Σ_j A_ij = 1                                                      (34.1)
+#     exp(-∞) = 0  ⇒  A_ij = 0 for j > i                                               † (34.2)
+#
+# The sum runs over the keys, along a row. Row 0 is always 1, 0, ..., 0: the first position can only
+# look at itself. From here to card 38, A is this matrix of attention weights.
+#
+# Shapes at the default sizes:
+#
+#     Qh (H, T, dh) = (2, 16, 16)
+#     A (H, T, T) = (2, 16, 16)
+
+# %%
+def attention_weights(Qh, Kh):
+    """Weights A (..., H, T, T): row i says how query i shares its attention (cards 31 to 34)."""
+    A = softmax_forward(causal_mask(scaled_scores(Qh, Kh)))                 # (H, T, T)  (34.1)
+    return A
+
+
+def demo_attention_softmax():
+    S = np.array([[0.0, 7.0, 9.0], [math.log(1), math.log(4), 5.0], [math.log(2), 0.0, math.log(5)]])
+    show("S", S)
+    show("masked", causal_mask(S))
+    show("A", softmax_forward(causal_mask(S)))
+    print("row 1: 1 and 4 parts of 5; row 2: 2, 1 and 5 parts of 8")
+    e = example(34)
+    A = attention_weights(e.Qh, e.Kh)
+    show("A", A)
+    show("row sums", A.sum(axis=-1))
+
+
+if __name__ == "__main__": demo(demo_attention_softmax)
+
+# %% [markdown]
+# ### 35. Weighted values (forward)
+#
+# Each head mixes its values by its weights.
+#
+#     A Vh                                                                               (35.1)
+#     (A Vh)_i = Σ_(j≤i) A_ij (Vh)_j                                                   † (35.2)
+#
+# The code sums over all j; the terms with j > i vanish, because those weights are exactly 0. So
+# what position i gets depends on tokens 0 to i and on nothing later.
+#
+# Shapes at the default sizes:
+#
+#     A (H, T, T) = (2, 16, 16)
+#     Vh (H, T, dh) = (2, 16, 16)
+#     AV (H, T, dh) = (2, 16, 16)
+
+# %%
+def weighted_values(A, Vh):
+    """The mixtures (..., H, T, dh) of the values Vh, by the weights A (..., H, T, T) (card 35)."""
+    AV = A @ Vh                                                             # (H, T, dh)  (35.1)
+    return AV
+
+
+def demo_weighted_values():
+    e = example(35)
+    AV = weighted_values(e.A, e.Vh)
+    show("A", e.A)
+    show("Vh", e.Vh)
+    show("A Vh", AV)
+    a, v = e.A[0, 2], e.Vh[0, :, 1]
+    terms = " + ".join(f"({x:.4f})({y:.4f})" for x, y in zip(a, v))
+    print(f"head 0, position 2, column 1:\n  {terms} = {AV[0, 2, 1]:.4f}")
+
+
+if __name__ == "__main__": demo(demo_weighted_values)
+
+# %% [markdown]
+# ### 36. Merging heads (forward)
+#
+# The results of the heads are put side by side again, each in the columns of its head.
+#
+#     O = merge(A Vh) = [A(0) V(0), ..., A(H-1) V(H-1)]                                  (36.1)
+#
+# It is card 30 undone, in reverse order: first swap the axes back, then join the pieces. Without
+# the swap the shape would be right and the contents mixed up.
+#
+# Shapes at the default sizes:
+#
+#     Mh (H, T, dh) = (2, 16, 16)
+#     pieces (T, H, dh) = (16, 2, 16)
+#     M (T, d) = (16, 32)
+
+# %%
+def merge_heads(Mh):
+    """(..., H, T, dh) to (..., T, d), the inverse of split_heads (card 36)."""
+    *lead, H, T, dh = Mh.shape
+    pieces = Mh.swapaxes(-2, -3)                                            # (T, H, dh)
+    M = pieces.reshape(*lead, T, H * dh)                                    # (T, d)  (36.1)
+    return M
+
+
+def demo_merge_heads():
+    M = np.arange(12).reshape(3, 4)
+    Mh = split_heads(M, 2)
+    show("Mh", Mh)
+    show("merged", merge_heads(Mh))
+    print(f"splitting and merging gives M again: {np.array_equal(merge_heads(Mh), M)}")
+    show("reshape", Mh.reshape(3, 4))
+    e = example(36)
+    AV = weighted_values(e.A, e.Vh)
+    show("A Vh", AV)
+    show("O", merge_heads(AV))
+
+
+if __name__ == "__main__": demo(demo_merge_heads)
+
+# %% [markdown]
+# ### 37. Output projection (forward)
+#
+# Up to here no head has seen another: head 0 filled its columns and head 1 filled its own. A last
+# linear layer combines them.
+#
+#     out = O Wo + 1 boᵀ                                                                 (37.1)
+#
+# Now all of attention can be written down. It reads like the cards 28 to 37 in order. Kept for the
+# backward pass are the arrays that its equations will use: Xn, Qh, Kh, Vh, A and O.
+#
+# Shapes at the default sizes:
+#
+#     Xn (T, d) = (16, 32)
+#     O (T, d) = (16, 32)
+#     out (T, d) = (16, 32)
+
+# %%
+def attention_forward(Xn, block, heads):
+    """out (..., T, d) and the cache for attention_backward, from Xn (..., T, d) (cards 28 to 37)."""
+    Q, K, V = project_qkv(Xn, block)                                        # (T, d)
+    Qh, Kh, Vh = (split_heads(M, heads) for M in (Q, K, V))                 # (H, T, dh)  (30.1)
+    A = attention_weights(Qh, Kh)                                           # (H, T, T)
+    O = merge_heads(weighted_values(A, Vh))                                 # (T, d)
+    out = linear_forward(O, block["wo"], block["bo"])                       # (T, d)  (37.1)
+    return out, {"Xn": Xn, "Qh": Qh, "Kh": Kh, "Vh": Vh, "A": A, "O": O}
+
+
+def demo_output_projection():
+    e = example(37)
+    out, cache = attention_forward(e.Xn, e.block, 2)
+    show("O", e.O)
+    show("wo", e.block["wo"], digits=1)
+    show("bo", e.block["bo"], digits=1)
+    show("out", out)
+    other, _ = attention_forward(np.vstack([e.Xn[:2], -e.Xn[2:]]), e.block, 2)
+    print("the last row of Xn turned negative, out again:")
+    show("out", other)
+    print(f"rows 0 and 1 are unchanged: {np.array_equal(out[:2], other[:2])}")
+
+
+if __name__ == "__main__": demo(demo_output_projection)
+
+# %% [markdown]
+# ### 38. Attention backward
+#
+# Every step of the forward pass is an operation whose backward rule is known. Going upside down:
+# the output projection, the merge, the mixture, the softmax, the scaling, the dot products, the
+# split, the three projections. Arrays of all heads are worked on at once, and every transpose
+# swaps the last two axes.
+#
+# The output projection is a linear layer with input O (12.2 to 12.4). Its input gradient belongs to
+# the merged heads, so it is split as the heads were:
+#
+#     dWo = Oᵀ dOut                                                                      (38.1)
+#     dbo = 1ᵀ dOut                                                                      (38.2)
+#     dOh = split(dOut Woᵀ, H)                                                           (38.3)
+#
+# The mixture A Vh is a matrix product in which both factors depend on the input. Read A as the
+# input of a linear layer with weights Vh, and 12.2 and 12.4 give both gradients:
+#
+#     dVh = Aᵀ dOh                                                                       (38.4)
+#     dA = dOh Vhᵀ                                                                       (38.5)
+#
+# The softmax is 16.2 on each row of scores. The mask needs no step of its own: where A is 0, the
+# factor A in front makes the gradient 0.
+#
+#     dS_ij = A_ij (dA_ij - Σ_k A_ik dA_ik)                                              (38.6)
+#     A_ij = 0  ⇒  dS_ij = 0                                                           † (38.7)
+#
+# The scores are S = Qh Khᵀ / √dh. In S_ij, query i meets key j: dQ_ic = Σ_j dS_ij K_jc / √dh, a sum
+# along the row of dS, and dK_jc = Σ_i dS_ij Q_ic / √dh, a sum down its column:
+#
+#     dQh = dS Kh / √dh                                                                  (38.8)
+#     dKh = dSᵀ Qh / √dh                                                                 (38.9)
+#     dQ, dK, dV = merge(dQh), merge(dKh), merge(dVh)                                    (38.10)
+#
+# The three projections are linear layers with one common input; n stands for q, k, v, and dM_q is
+# dQ and so on. Xn was used three times, so three gradients add up:
+#
+#     dW_n = Xnᵀ dM_n,  n ∈ {q, k, v}                                                    (38.11)
+#     db_n = 1ᵀ dM_n,  n ∈ {q, k, v}                                                     (38.12)
+#     dXn = dQ Wqᵀ + dK Wkᵀ + dV Wvᵀ                                                     (38.13)
+#
+# One of these is always zero. The key bias adds q_i · bk to every score of row i, the same number
+# for all keys, and softmax ignores what a whole row has in common (15.3). So the loss cannot depend
+# on it. In the formulas: each row of dS sums to 0, hence so does the sum of dKh over the keys.
+#
+#     dbk = 1ᵀ dK = 0                                                                  † (38.14)
+#
+# The code computes it like the others and gets rounding noise. GPT-2 has this useless bias as well.
+#
+# Shapes at the default sizes; dKh and dVh are like dQh, dK and dV like dQ:
+#
+#     dOut (T, d) = (16, 32)
+#     dOh (H, T, dh) = (2, 16, 16)
+#     dA (H, T, T) = (2, 16, 16)
+#     dS (H, T, T) = (2, 16, 16)
+#     dQh (H, T, dh) = (2, 16, 16)
+#     dQ (T, d) = (16, 32)
+#     dXn (T, d) = (16, 32)
+
+# %%
+def attention_backward(dOut, cache, block):
+    """dXn (..., T, d) and the gradients {wq, bq, ..., bo}, from dOut (..., T, d) (card 38)."""
+    Xn, Qh, Kh, Vh, A, O = (cache[name] for name in ("Xn", "Qh", "Kh", "Vh", "A", "O"))
+    H, dh = Qh.shape[-3], Qh.shape[-1]
+    dO, dwo, dbo = linear_backward(dOut, O, block["wo"])                    # (38.1) (38.2)
+    dOh = split_heads(dO, H)                                                # (H, T, dh)  (38.3)
+    dVh = A.swapaxes(-1, -2) @ dOh                                          # (H, T, dh)  (38.4)
+    dA = dOh @ Vh.swapaxes(-1, -2)                                          # (H, T, T)   (38.5)
+    dS = softmax_backward(A, dA)                                            # (H, T, T)   (38.6)
+    dQh = dS @ Kh / math.sqrt(dh)                                           # (H, T, dh)  (38.8)
+    dKh = dS.swapaxes(-1, -2) @ Qh / math.sqrt(dh)                          # (H, T, dh)  (38.9)
+    dQ, dK, dV = merge_heads(dQh), merge_heads(dKh), merge_heads(dVh)       # (T, d)      (38.10)
+    dXq, dwq, dbq = linear_backward(dQ, Xn, block["wq"])                    # (38.11) (38.12)
+    dXk, dwk, dbk = linear_backward(dK, Xn, block["wk"])                    # (38.11) (38.12)
+    dXv, dwv, dbv = linear_backward(dV, Xn, block["wv"])                    # (38.11) (38.12)
+    dXn = dXq + dXk + dXv                                                   # (T, d)      (38.13)
+    return dXn, {"wq": dwq, "bq": dbq, "wk": dwk, "bk": dbk,
+                 "wv": dwv, "bv": dbv, "wo": dwo, "bo": dbo}
+
+
+def demo_attention_backward():
+    e = example(38)
+    dXn, grads = attention_backward(e.dY, e.att_cache, e.block)
+    A, Vh, Kh = e.A[0], e.Vh[0], e.Kh[0]
+    dOh = split_heads(e.dY @ e.block["wo"].T, 2)[0]
+    dA = dOh @ Vh.T
+    dS = softmax_backward(A, dA)
+    show("dOut", e.dY, digits=1)
+    print("head 0, step by step:")
+    show("dOh", dOh)
+    show("dA", dA)
+    show("A", A)
+    show("dS", dS)
+    show("dQh", dS @ Kh / math.sqrt(2))
+    print("both heads, down to the input:")
+    show("dwq", grads["wq"])
+    show("dbo", grads["bo"])
+    show("dbk", grads["bk"])
+    show("dXn", dXn)
+    shifted = dict(e.block, bk=e.block["bk"] + 5)
+    same = np.allclose(attention_forward(e.Xn, shifted, 2)[0], e.att, rtol=0, atol=1e-12)
+    print(f"5 added to every key bias leaves the output as it is: {same}")
+
+
+if __name__ == "__main__": demo(demo_attention_backward)
+
+# %% [markdown]
+# ## Chapter 6. Transformer
+#
+# Attention moves information between positions. A feed-forward network works on each position
+# alone. One of each makes a block, blocks are stacked, and that stack with tables in front and a
+# head at the end is the whole model, called a transformer.
+
+# %% [markdown]
+# ### 39. Feed-forward network, forward
+#
+# After attention has gathered what a position needs, something must be made of it. A linear layer
+# widens the row to F hidden numbers, ReLU silences those below zero, and a second linear layer
+# brings the rest back to width d. Each hidden number is a detector for some pattern in the row;
+# the second layer says what to add to the row when the pattern is there.
+#
+#     Z = Xn W1 + 1 b1ᵀ                                                                  (39.1)
+#     A = ReLU(Z)                                                                        (39.2)
+#     Ff = A W2 + 1 b2ᵀ                                                                  (39.3)
+#     FFN(x) = ReLU(x W1 + b1) W2 + b2                                                 † (39.4)
+#
+# The last line says the first three again, for a single row. Xn is the input of this layer; in a
+# block it is the second normalised copy, which card 41 calls Xn2.
+#
+# Shapes at the default sizes:
+#
+#     Xn (T, d) = (16, 32)
+#     Z (T, F) = (16, 128)
+#     A (T, F) = (16, 128)
+#     Ff (T, d) = (16, 32)
+
+# %%
+def ffn_forward(Xn, block):
+    """Ff (..., T, d) and the cache for ffn_backward, from Xn (..., T, d) (card 39)."""
+    Z = linear_forward(Xn, block["ff1_w"], block["ff1_b"])                  # (T, F)  (39.1)
+    A = relu_forward(Z)                                                     # (T, F)  (39.2)
+    Ff = linear_forward(A, block["ff2_w"], block["ff2_b"])                  # (T, d)  (39.3)
+    return Ff, {"Xn": Xn, "Z": Z, "A": A}
+
+
+def demo_ffn():
+    e = example(39)
+    Ff, cache = ffn_forward(e.Xn2, e.block)
+    show("Xn2", e.Xn2)
+    show("W1", e.block["ff1_w"], digits=1)
+    show("b1", e.block["ff1_b"], digits=1)
+    show("Z", cache["Z"])
+    show("A", cache["A"])
+    show("W2", e.block["ff2_w"], digits=1)
+    show("b2", e.block["ff2_b"], digits=1)
+    show("Ff", Ff)
+
+
+if __name__ == "__main__": demo(demo_ffn)
+
+# %% [markdown]
+# ### 40. Feed-forward network, backward
+#
+# The same three steps upside down: a linear layer (12.2 to 12.4), ReLU (14.2), a linear layer.
+#
+#     dA = dOut W2ᵀ                                                                      (40.1)
+#     dW2 = Aᵀ dOut                                                                      (40.2)
+#     db2 = 1ᵀ dOut                                                                      (40.3)
+#     dZ = dA ⊙ 1[Z > 0]                                                                 (40.4)
+#     dXn = dZ W1ᵀ                                                                       (40.5)
+#     dW1 = Xnᵀ dZ                                                                       (40.6)
+#     db1 = 1ᵀ dZ                                                                        (40.7)
+#
+# dOut is the gradient of this layer's output Ff. A hidden number that was silent gets no gradient,
+# and its column of W1 learns nothing from this position. Kept from the forward pass: Xn, Z and A.
+#
+# Shapes at the default sizes:
+#
+#     dOut (T, d) = (16, 32)
+#     dA (T, F) = (16, 128)
+#     dZ (T, F) = (16, 128)
+#     dXn (T, d) = (16, 32)
+#     dW1 (d, F) = (32, 128)
+#     dW2 (F, d) = (128, 32)
+
+# %%
+def ffn_backward(dOut, cache, block):
+    """dXn (..., T, d) and the gradients {ff1_w, ff1_b, ff2_w, ff2_b} (card 40)."""
+    Xn, Z, A = cache["Xn"], cache["Z"], cache["A"]
+    dA, dW2, db2 = linear_backward(dOut, A, block["ff2_w"])                 # (40.1) (40.2) (40.3)
+    dZ = relu_backward(dA, Z)                                               # (T, F)  (40.4)
+    dXn, dW1, db1 = linear_backward(dZ, Xn, block["ff1_w"])                 # (40.5) (40.6) (40.7)
+    return dXn, {"ff1_w": dW1, "ff1_b": db1, "ff2_w": dW2, "ff2_b": db2}
+
+
+def demo_ffn_backward():
+    e = example(40)
+    _, cache = ffn_forward(e.Xn2, e.block)
+    dXn, grads = ffn_backward(e.dY, cache, e.block)
+    show("dOut", e.dY, digits=1)
+    show("dA", e.dY @ e.block["ff2_w"].T)
+    show("1[Z > 0]", (cache["Z"] > 0).astype(int))
+    show("dZ", relu_backward(e.dY @ e.block["ff2_w"].T, cache["Z"]))
+    show("dXn", dXn)
+    show("dW1", grads["ff1_w"])
+    show("db1", grads["ff1_b"])
+    show("dW2", grads["ff2_w"])
+    show("db2", grads["ff2_b"])
+
+
+if __name__ == "__main__": demo(demo_ffn_backward)
+
+# %% [markdown]
+# ### 41. Pre-LN block, forward
+#
+# A block does not replace X, it adds to X. What attention finds is added to the row, then what the
+# feed-forward network makes of that is added too. The row is like a sheet that is handed from block
+# to block, and each may write on it. The path along the sheet is called the residual connection.
+# It also lets gradients travel back through many blocks without being weakened (card 42).
+#
+#     Xn = LN1(X)                                                                        (41.1)
+#     Att = Attention(Xn)                                                                (41.2)
+#     X1 = X + Att                                                                       (41.3)
+#     Xn2 = LN2(X1)                                                                      (41.4)
+#     Ff = FFN(Xn2)                                                                      (41.5)
+#     Y = X1 + Ff                                                                        (41.6)
+#     X1 = X + Attention(LN1(X)),  Y = X1 + FFN(LN2(X1))                               † (41.7)
+#
+# The normalisation comes before each branch and inside it; that is meant by pre-LN. The first
+# transformer normalised after the sum. Then the residual path itself ran through a LayerNorm at
+# each step, gradients shrank on the way down, and training needed a long, careful warm-up. Here the
+# sum takes X and X1 as they are.
+#
+# Shapes at the default sizes; Xn, Att, X1, Xn2 and Ff are like X:
+#
+#     X (T, d) = (16, 32)
+#     Y (T, d) = (16, 32)
+
+# %%
+def block_forward(X, block, heads):
+    """Y (..., T, d) and the cache for block_backward, from X (..., T, d) (card 41)."""
+    Xn, ln1 = layer_norm_forward(X, block["ln1_g"], block["ln1_b"])         # (T, d)  (41.1)
+    Att, attention = attention_forward(Xn, block, heads)                    # (T, d)  (41.2)
+    X1 = X + Att                                                            # (T, d)  (41.3)
+    Xn2, ln2 = layer_norm_forward(X1, block["ln2_g"], block["ln2_b"])       # (T, d)  (41.4)
+    Ff, ffn = ffn_forward(Xn2, block)                                       # (T, d)  (41.5)
+    Y = X1 + Ff                                                             # (T, d)  (41.6)
+    return Y, {"ln1": ln1, "attention": attention, "ln2": ln2, "ffn": ffn}
+
+
+def demo_block():
+    e = example(41)
+    Y, cache = block_forward(e.X0, e.block, 2)
+    show("X", e.X0)
+    show("Xn", cache["attention"]["Xn"])
+    show("Att", e.att)
+    show("X1", e.X0 + e.att)
+    show("Xn2", cache["ffn"]["Xn"])
+    show("Ff", ffn_forward(cache["ffn"]["Xn"], e.block)[0])
+    show("Y", Y)
+
+
+if __name__ == "__main__": demo(demo_block)
+
+# %% [markdown]
+# ### 42. Residual connections, backward
+#
+# Two facts are enough. A sum hands its gradient unchanged to both parts, because the derivative of
+# X1 + Ff by either is 1. I is the matrix that has this 1 for each entry and changes nothing:
+#
+#     ∂Y/∂Ff = I  ⇒  dFf = dY,  ∂X1/∂Att = I  ⇒  dAtt = dX1                            † (42.7)
+#
+# And an array that is used twice gets two gradients, which add up. X1 goes straight into Y and also
+# through the branch LN2 and FFN, which together are written Ff(X1):
+#
+#     Y = X1 + Ff(X1)  ⇒  dX1 = dY (I + ∂Ff/∂X1) = dY + dY ∂Ff/∂X1                     † (42.8)
+#
+# The first term is dY itself at full strength, however many blocks there are. That is why deep
+# stacks can be trained. The second is what the branch's backward functions return. The six steps
+# of card 41 upside down:
+#
+#     dXn2 = FFN_back(dY)                                                                (42.1)
+#     dX1_branch = LN2_back(dXn2)                                                        (42.2)
+#     dX1 = dY + dX1_branch                                                              (42.3)
+#     dXn = Attention_back(dX1)                                                          (42.4)
+#     dX_branch = LN1_back(dXn)                                                          (42.5)
+#     dX = dX1 + dX_branch                                                               (42.6)
+#
+# Attention's output was added to X to make X1. So it receives dX1, and only once dX1 is complete;
+# dY alone would miss what the second branch has to say.
+#
+# Shapes at the default sizes; all seven gradients have the shape of X:
+#
+#     dY (T, d) = (16, 32)
+#     dX1 (T, d) = (16, 32)
+#     dX (T, d) = (16, 32)
+
+# %%
+def block_backward(dY, cache, block):
+    """dX (..., T, d) and the gradients of the block's 16 arrays, from dY (..., T, d) (card 42)."""
+    dXn2, ffn = ffn_backward(dY, cache["ffn"], block)                       # (T, d)  (42.1)
+    dX1_branch, dg2, db2 = layer_norm_backward(dXn2, cache["ln2"])          # (T, d)  (42.2)
+    dX1 = dY + dX1_branch                                                   # (T, d)  (42.3)
+    dXn, attention = attention_backward(dX1, cache["attention"], block)     # (T, d)  (42.4)
+    dX_branch, dg1, db1 = layer_norm_backward(dXn, cache["ln1"])            # (T, d)  (42.5)
+    dX = dX1 + dX_branch                                                    # (T, d)  (42.6)
+    return dX, {"ln1_g": dg1, "ln1_b": db1, **attention, "ln2_g": dg2, "ln2_b": db2, **ffn}
+
+
+def demo_residual_backward():
+    e = example(42)
+    _, cache = block_forward(e.X0, e.block, 2)
+    dX, grads = block_backward(e.dY, cache, e.block)
+    dXn2, _ = ffn_backward(e.dY, cache["ffn"], e.block)
+    dX1_branch, _, _ = layer_norm_backward(dXn2, cache["ln2"])
+    show("dY", e.dY)
+    show("dX1_branch", dX1_branch)
+    show("dX1", e.dY + dX1_branch)
+    show("dX_branch", dX - e.dY - dX1_branch)
+    show("dX", dX)
+    for name in ("ln1_g", "ln1_b", "ln2_g", "ln2_b"):
+        show(f"d {name}", grads[name])
+    h, X = 1e-5, e.X0.copy()
+    losses = []
+    for step in (h, -h):
+        X[1, 2] = e.X0[1, 2] + step
+        losses.append((block_forward(X, e.block, 2)[0] * e.dY).sum())
+    print(f"dX_12 = {dX[1, 2]:.4f}, measured by moving X_12: {(losses[0] - losses[1]) / (2 * h):.4f}")
+
+
+if __name__ == "__main__": demo(demo_residual_backward)
+
+# %% [markdown]
+# ### 43. Starting values of the parameters
+#
+# Matrices start random (card 23), both embedding tables included. Biases and the offsets of
+# LayerNorm start at 0, so that nothing is preferred. Gains start at 1, so that LayerNorm starts as
+# plain normalisation; gains of 0 would make every output 0 and block all gradients behind it.
+#
+#     W ~ Xavier uniform,  b = 0,  γ = 1,  β = 0                                         (43.1)
+#
+# The arrays are drawn in the order of `param_shapes`, which is part of what a seed means.
+#
+# Shapes at the default sizes: as `param_shapes` lists them, for instance
+#
+#     tok_emb (V, d) = (V, 32)
+#     head_w (d, V) = (32, V)
+
+# %%
+def init_params(config, rng, dtype=np.float32):
+    """{name: array} of all parameters at their starting values (card 43)."""
+    params = {}
+    for name, shape in param_shapes(config).items():
+        if len(shape) == 2:
+            params[name] = xavier_uniform(rng, *shape).astype(dtype)        # (43.1)
+        elif name.endswith("_g"):
+            params[name] = np.ones(shape, dtype)                            # (43.1)
+        else:
+            params[name] = np.zeros(shape, dtype)                           # (43.1)
+    return params
+
+
+def demo_init():
+    config = ModelConfig(vocab_size=10, context=3, max_context=5, width=4, heads=2, hidden=5, layers=1)
+    params = init_params(config, np.random.default_rng(4), np.float64)
+    for name, W in params.items():
+        if W.ndim == 2:
+            a = math.sqrt(6 / sum(W.shape))
+            print(f"{name:13} {str(W.shape):8} random in +-{a:.3f}, "
+                  f"first {number(W[0, 0], 3):>6}, last {number(W[-1, -1], 3):>6}")
+        else:
+            print(f"{name:13} {str(W.shape):8} all {number(W.min(), 0)}"
+                  + ("" if W.min() == W.max() else " ?"))
+
+
+if __name__ == "__main__": demo(demo_init)
+
+# %% [markdown]
+# ### 44. Parameter count
+#
+# How many numbers does the model learn? A block has four d-by-d matrices with a bias each, 4d² + 4d;
+# the feed-forward layer with 2dF + F + d; two LayerNorms with 2d each. Outside the blocks stand the
+# token table Vd, the head Vd + V, the position table Tmax d and the last LayerNorm 2d.
+#
+#     n_block = 4d² + 2dF + F + 9d                                                       (44.1)
+#     n_params = (2d + 1) V + (Tmax + 2) d + L (4d² + 2dF + F + 9d)                      (44.2)
+#
+# The number of heads plays no part: heads share out the width, they do not add to it. The program
+# counts the arrays themselves; this card's demo carries out the formula, and both agree.
+#
+# Shapes: an integer.
+
+# %%
+def count_params(params):
+    """How many numbers the arrays hold (card 44)."""
+    return sum(W.size for W in params.values())
+
+
+def demo_parameter_count():
+    for config in (example(44).config, ModelConfig(vocab_size=512),
+                   ModelConfig(65, 64, 64, width=128, heads=4, hidden=512, layers=4)):
+        V, Tmax, d = config.vocab_size, config.max_context, config.width
+        F, L = config.hidden, config.layers
+        n_block = 4 * d**2 + 2 * d * F + F + 9 * d                          # (44.1)
+        n_params = (2 * d + 1) * V + (Tmax + 2) * d + L * n_block           # (44.2)
+        params = init_params(config, np.random.default_rng(0))
+        block = count_params(block_params(params, 0))
+        print(f"V = {V}, Tmax = {Tmax}, d = {d}, F = {F}, L = {L}")
+        print(f"  a block: formula {n_block}, counted {block}")
+        print(f"  in all:  formula {n_params}, counted {count_params(params)}")
+
+
+if __name__ == "__main__": demo(demo_parameter_count)
+
+# %% [markdown]
+# ### 45. Whole model, forward
+#
+# Tables, blocks, one more LayerNorm, head. The last LayerNorm is needed because the residual sum
+# was never normalised itself. The head, a linear layer, gives one logit for each token of the
+# vocabulary.
+#
+#     T ≤ Tmax                                                                           (45.1)
+#     X(l+1) = Block_l(X(l)),  l = 0, ..., L-1                                           (45.2)
+#     Xf = LNf(X(L))                                                                     (45.3)
+#     logits = Xf Whead + 1 bheadᵀ                                                       (45.4)
+#     logits = LNf(X(L)) Whead + bhead                                                 † (45.5)
+#
+# A sequence longer than the position table has no rows for its last positions. NumPy would cut the
+# table short without a word and fail later with a message about shapes, so 45.1 is checked.
+#
+# Row t of the logits scores the token that follows position t, and depends on tokens 0 to t only.
+#
+# Shapes at the default sizes:
+#
+#     ids (T,) = (16,)
+#     X (T, d) = (16, 32)
+#     Xf (T, d) = (16, 32)
+#     logits (T, V) = (16, V)
+
+# %%
+def forward(params, ids, config):
+    """logits (..., T, V) and the cache for loss_and_grads, from ids (..., T) (card 45).
+
+    ValueError for more than Tmax ids, none, or an id outside the vocabulary.
+    """
+    ids = np.asarray(ids)                                                   # (T,)
+    T = ids.shape[-1]
+    if not 1 <= T <= config.max_context:                                    #         (45.1)
+        raise ValueError(f"a sequence must have 1 to {config.max_context} ids "
+                         f"(max_context), got {T}")
+    X = embed_forward(params, ids)                                          # (T, d)
+    caches = []
+    for l in range(config.layers):
+        X, cache = block_forward(X, block_params(params, l), config.heads)  # (T, d)  (45.2)
+        caches.append(cache)
+    Xf, lnf = layer_norm_forward(X, params["lnf_g"], params["lnf_b"])       # (T, d)  (45.3)
+    logits = linear_forward(Xf, params["head_w"], params["head_b"])         # (T, V)  (45.4)
+    return logits, {"ids": ids, "blocks": caches, "lnf": lnf, "Xf": Xf}
+
+
+def demo_model_forward():
+    e = example(45)
+    logits, cache = forward(e.params, e.x, e.config)
+    loss, P = cross_entropy_forward(logits, e.y)
+    show("ids", e.x)
+    show("X(0)", e.X0)
+    show("X(1)", block_forward(e.X0, e.block, 2)[0])
+    show("Xf", cache["Xf"])
+    show("logits", logits, digits=2)
+    show("P", P, digits=2)
+    show("y", e.y)
+    chosen = P[np.arange(3), e.y]
+    print(f"P of the targets: {chosen[0]:.4f}, {chosen[1]:.4f}, {chosen[2]:.4f}")
+    print(f"loss {loss:.4f}, perplexity {perplexity(loss):.2f} (an even guess: 10)")
+
+
+if __name__ == "__main__": demo(demo_model_forward)
+
+# %% [markdown]
+# ### 46. Whole model, backward
+#
+# The forward order turned round: head, last LayerNorm, blocks from last to first, tables. Each step
+# takes the gradient of its output and returns that of its input. dlogits, where it all begins, is
+# 18.2.
+#
+#     dXf, dWhead, dbhead = Head_back(dlogits)                                           (46.1)
+#     dX(L), dγf, dβf = LNf_back(dXf)                                                    (46.2)
+#     dX(l) = Block_l_back(dX(l+1)),  l = L-1, ..., 0                                    (46.3)
+#     d tok_emb, d pos_emb = Embed_back(dX(0))                                           (46.4)
+#
+# This is all of backpropagation. One forward pass and one backward pass give the derivative of the
+# loss by every parameter, however many there are. Finding them by trying, one parameter at a time,
+# would need two forward passes for each (card 47).
+#
+# Shapes at the default sizes; each gradient has the shape of its parameter:
+#
+#     dlogits (T, V) = (16, V)
+#     dXf (T, d) = (16, 32)
+#     dX (T, d) = (16, 32)
+
+# %%
+def loss_and_grads(params, x, y, config):
+    """The loss, a float, and {name: gradient} for ids x and targets y, both (..., T) (card 46)."""
+    y = np.asarray(y)                                                       # (T,)
+    logits, cache = forward(params, x, config)                              # (T, V)
+    loss, P = cross_entropy_forward(logits, y)                              # (T, V)
+    dlogits = cross_entropy_backward(P, y)                                  # (T, V)
+    grads = dict.fromkeys(params)                                           # keeps their order
+    dXf, grads["head_w"], grads["head_b"] = linear_backward(                # (T, d)  (46.1)
+        dlogits, cache["Xf"], params["head_w"])
+    dX, grads["lnf_g"], grads["lnf_b"] = layer_norm_backward(dXf, cache["lnf"])     # (46.2)
+    for l in reversed(range(config.layers)):
+        dX, block_grads = block_backward(                                   # (T, d)  (46.3)
+            dX, cache["blocks"][l], block_params(params, l))
+        for name, g in block_grads.items():
+            grads[f"block{l}.{name}"] = g
+    grads["tok_emb"], grads["pos_emb"] = embed_backward(dX, cache["ids"], params)   # (46.4)
+    return loss, grads
+
+
+def demo_model_backward():
+    e = example(46)
+    loss, grads = loss_and_grads(e.params, e.x, e.y, e.config)
+    dlogits = cross_entropy_backward(e.P, e.y)
+    show("dlogits", dlogits, digits=2)
+    show("d head_b", grads["head_b"], digits=2)
+    show("d lnf_g", grads["lnf_g"])
+    show("d b0 wq", grads["block0.wq"])
+    show("d tok_emb", grads["tok_emb"][[0, 1, 7, 8]])
+    print(f"{'':10}(rows 0, 1, 7 and 8; the window has the ids 1, 7 and 8)")
+    show("d pos_emb", grads["pos_emb"])
+    moved = {name: W - 0.1 * grads[name] for name, W in e.params.items()}
+    after, _ = cross_entropy_forward(forward(moved, e.x, e.config)[0], e.y)
+    print(f"every parameter moved by -0.1 times its gradient: loss {loss:.4f} -> {after:.4f}")
+
+
+if __name__ == "__main__": demo(demo_model_backward)
+
+# %% [markdown]
+# ## Chapter 7. Gradient check
+#
+# A wrong backward pass does not crash. The model may even learn, only worse, and nobody knows why.
+# But there is a second way to find a derivative, slow and independent: move one number a little and
+# see how the loss changes. This chapter holds every gradient of the book against that.
+
+# %% [markdown]
+# ### 47. Central difference
+#
+# The derivative is the slope of the loss along one number x_i. Two points a step h to either side
+# give it. e_i is the vector with a 1 at place i and zeros elsewhere.
+#
+#     g_i = (f(x + h e_i) - f(x - h e_i)) / (2h)                                         (47.1)
+#
+# Why two sides? By Taylor, f(x ± h) = f ± h f' + h²/2 f'' ± h³/6 f''' and so on. In the difference
+# the terms with f and f'' cancel, and the error is of the size h². With one side, f'' stays and the
+# error is of the size h. A smaller h is not always better: f is rounded at about 16 digits, and
+# that rounding is divided by 2h. In float64, h near 1e-5 balances the two. In float32 there is no
+# good h, so checks run in float64. A ReLU whose input lies within h of 0 has a bend there and no
+# slope; such points must be avoided.
+#
+# Shapes:  x of any shape gives g of the same shape.
+
+# %%
+def numerical_grad(f, x, h=1e-5):
+    """The gradient of the number f(x) by x; x is changed in place and restored (card 47)."""
+    g = np.zeros_like(x)
+    for i in np.ndindex(x.shape):
+        old = x[i]
+        x[i] = old + h
+        up = f(x)
+        x[i] = old - h
+        down = f(x)
+        x[i] = old
+        g[i] = (up - down) / (2 * h)                                        #         (47.1)
+    return g
+
+
+def demo_central_difference():
+    cube = lambda x: float((x ** 3).sum())
+    print("f(x) = x³ at x = 2; the derivative is 3 x² = 12")
+    for h in (1.0, 0.1, 0.01):
+        two = numerical_grad(cube, np.array([2.0]), h)[0]
+        one = (cube(np.array([2.0 + h])) - cube(np.array([2.0]))) / h
+        print(f"h = {h:4}: two sides {two:8.4f}, error {two - 12:.4f} = h²; "
+              f"one side {one:8.4f}, error {one - 12:.4f}")
+    x = np.array([[1.0, 2.0, -1.0], [0.5, 0.0, 3.0]])
+    show("x", x)
+    show("g", numerical_grad(cube, x))
+    show("3 x²", 3 * x ** 2)
+
+
+if __name__ == "__main__": demo(demo_central_difference)
+
+# %% [markdown]
+# ### 48. Relative error
+#
+# When are two numbers near enough? A difference of 0.001 is nothing beside 1000 and everything
+# beside 0.002. So the difference is divided by the larger of the two.
+#
+#     rel(a, b) = |a - b| / max(|a|, |b|, ε)                                             (48.1)
+#
+# ε is a floor, one of the three that max chooses from. It keeps two zeros from giving 0/0. It also
+# matters where the true gradient is 0, as for the key bias (38.14): there both numbers are rounding
+# noise, of the size of 1e-11 when the numerical one is rounding divided by 2h, and noise divided by
+# noise would look like a gross error.
+#
+# Shapes: a and b of one shape give the errors entry by entry.
+
+# %%
+def relative_error(a, b, eps=1e-8):
+    """|a - b| relative to the larger of the two, entry by entry (card 48)."""
+    return np.abs(a - b) / np.maximum(np.maximum(np.abs(a), np.abs(b)), eps)        # (48.1)
+
+
+def demo_relative_error():
+    for a, b in ((1000.0, 1000.001), (0.002, 0.001), (-2.0, 2.0), (0.0, 0.0), (1e-11, -2e-11)):
+        print(f"a = {a:g}, b = {b:g}: rel = {number(relative_error(a, b), 7)}")
+    print("the last pair is noise; with ε = 1e-12 instead of 1e-8 it would give "
+          f"{number(relative_error(1e-11, -2e-11, 1e-12), 1)}")
+
+
+if __name__ == "__main__": demo(demo_relative_error)
+
+# %% [markdown]
+# ### 49. Checking every parameter
+#
+# Now the whole model. For each array, some entries are drawn at random, each is moved by ±h, and
+# the slope of the loss is held against the gradient of card 46. The worst error is reported by
+# name, so a mistake shows where it is.
+#
+#     worst[n] = max_s rel(∂loss/∂θ_n[i_s], (loss(θ_n[i_s]+h) - loss(θ_n[i_s]-h)) / (2h)),
+#                s = 1, ..., samples                                                     (49.1)
+#
+# n is the name of an array θ_n, and i_s the place of the s-th drawn entry. Of the position table
+# only rows below T are drawn: the others have gradient 0 on both sides and prove nothing. The floor
+# of 48.1 is set to 1e-6 here, which lies far above the noise and far below the gradients that
+# matter.
+#
+# Shapes: one number for each name.
+
+# %%
+def check_params(params, x, y, config, rng, samples=10, h=1e-5):
+    """{name: worst relative error} of the gradients for float64 params and ids x, y (card 49)."""
+    _, grads = loss_and_grads(params, x, y, config)
+    loss = lambda: cross_entropy_forward(forward(params, x, config)[0], np.asarray(y))[0]
+    worst = {}
+    for name, W in params.items():
+        used = W[:np.shape(x)[-1]] if name == "pos_emb" else W
+        errors = []
+        for _ in range(samples):
+            i = tuple(rng.integers(0, size) for size in used.shape)
+            old = W[i]
+            W[i] = old + h
+            up = loss()
+            W[i] = old - h
+            down = loss()
+            W[i] = old
+            slope = (up - down) / (2 * h)
+            errors.append(relative_error(grads[name][i], slope, eps=1e-6))
+        worst[name] = float(max(errors))                                    #         (49.1)
+    return worst
+
+
+def demo_check_params():
+    e = example(49)
+    verdict = lambda error: "agrees" if error < 1e-4 else f"WRONG, error {error:.4f}"
+    worst = check_params(e.params, e.x, e.y, e.config, np.random.default_rng(0), samples=4)
+    for name in ("tok_emb", "pos_emb", "block0.bk", "block0.ff1_w", "lnf_g", "head_w"):
+        loss, grads = loss_and_grads(e.params, e.x, e.y, e.config)
+        print(f"{name:13} {verdict(worst[name])}")
+    print(f"all {len(worst)} arrays agree: {max(worst.values()) < 1e-4}")
+    slope = numerical_grad(lambda b: cross_entropy_forward(
+        forward(dict(e.params, head_b=b), e.x, e.config)[0], e.y)[0], e.params["head_b"].copy())
+    show("backward", e.grads["head_b"], digits=2)
+    show("measured", slope, digits=2)
+    print(f"the gradient times 1.01: {verdict(relative_error(1.01 * slope, slope).max())}")
+
+
+if __name__ == "__main__": demo(demo_check_params)
+
+# %% [markdown]
+# ## Chapter 8. Optimizer
+#
+# The gradient says in which direction the loss rises. To lower it, each parameter takes a small
+# step the other way, again and again. How large a step is the question of this chapter. From here
+# on, t counts steps, starting from 1.
+
+# %% [markdown]
+# ### 50. AdamW update
+#
+# The plain rule, w ← w - η g, gives all parameters the same step size η, the learning rate. But
+# some gradients are a thousand times larger than others, and each batch gives a noisy one. Adam
+# keeps two running means for each number: m of its gradient, which smooths the noise, and v of its
+# squared gradient, which measures its usual size. The step is m over the root of v. So it is about
+# η for a number whose gradient always points the same way, whatever its size, and much smaller for
+# one whose gradient keeps changing sign.
+#
+#     m_t = β1 m_(t-1) + (1 - β1) g_t                                                    (50.1)
+#     v_t = β2 v_(t-1) + (1 - β2) g_t²                                                   (50.2)
+#
+# Both start at 0 and are too small at first: after one step m is (1 - β1) g. After t steps the
+# weights of the running mean add up to 1 - β1^t, so dividing by that makes it a proper mean.
+#
+#     mhat_t = m_t / (1 - β1^t)                                                          (50.3)
+#     vhat_t = v_t / (1 - β2^t)                                                          (50.4)
+#     u_t = mhat_t / (√vhat_t + ε)                                                       (50.5)
+#
+# ε keeps a number whose gradient was always 0 from a division 0/0. It stands outside the root.
+#
+# The W in AdamW is weight decay: each step also shrinks the weights a little, so that those which
+# the data does not need fade away. It stands beside the Adam term, not inside the gradient, where
+# the division by √vhat would undo it.
+#
+#     u_t ← u_t + λ w_(t-1)   only where w has two or more dimensions                    (50.6)
+#     w_t = w_(t-1) - η_t u_t                                                            (50.7)
+#
+# Only matrices decay, both tables included. A bias or a gain is one number for a whole column; it
+# costs little, and pulling a gain towards 0 would silence its feature. Rows of the position table
+# that no window uses get no gradient, but they decay.
+#
+# The rule treats each number alone. So all arrays can be laid end to end in one long vector, and
+# each line below, written once, serves the whole model: a dozen NumPy calls instead of a dozen for
+# each array. `pieces` are views into the long vector of steps, one for each name, in the shape of
+# its array. The matrices lie in front, so decay concerns the first part of the vector. The arrays
+# in `params` are changed themselves, not replaced.
+#
+# Shapes at the default sizes; head_w decays and head_b does not:
+#
+#     head_w (d, V) = (32, V)
+#     head_b (V,) = (V,)
+
+# %%
+class AdamW:
+    """The optimizer. `m` and `v` hold the running means by name, `t` the steps taken (card 50)."""
+
+    def __init__(self, params, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1):
+        self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
+        self.t = 0
+        self.names = sorted(params, key=lambda name: params[name].ndim < 2)     # matrices first
+        self.n_decay = sum(W.size for W in params.values() if W.ndim >= 2)
+        self.flat_m, self.flat_v, self.flat_step = (
+            np.zeros_like(self.end_to_end(params)) for _ in range(3))
+        ends = np.cumsum([params[name].size for name in self.names])
+        self.m, self.v, self.pieces = (
+            {name: part.reshape(params[name].shape)
+             for name, part in zip(self.names, np.split(flat, ends[:-1]))}
+            for flat in (self.flat_m, self.flat_v, self.flat_step))
+
+    def end_to_end(self, arrays):
+        """All arrays as one vector."""
+        return np.concatenate([arrays[name].ravel() for name in self.names])
+
+    def step(self, params, grads, lr):
+        """One update of the arrays in params, with the learning rate lr (card 50)."""
+        g, w, m, v = self.end_to_end(grads), self.end_to_end(params), self.flat_m, self.flat_v
+        self.t += 1
+        m[:] = self.beta1 * m + (1 - self.beta1) * g                        #         (50.1)
+        v[:] = self.beta2 * v + (1 - self.beta2) * g * g                    #         (50.2)
+        mhat = m / (1 - self.beta1 ** self.t)                               #         (50.3)
+        vhat = v / (1 - self.beta2 ** self.t)                               #         (50.4)
+        u = mhat / (np.sqrt(vhat) + self.eps)                               #         (50.5)
+        u[:self.n_decay] += self.weight_decay * w[:self.n_decay]            #         (50.6)
+        self.flat_step[:] = lr * u
+        for name, piece in self.pieces.items():
+            params[name] -= piece                                           #         (50.7)
+
+
+def demo_adamw():
+    params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
+    opt = AdamW(params, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.2)
+    print("learning rate 0.01, β1 0.9, β2 0.99, λ 0.2; both start at 2 and get the same gradients")
+    print(" t     g        m        v     mhat     vhat        u    matrix      bias")
+    for g in (0.3, -0.1, 0.2):
+        opt.step(params, {"matrix": np.array([[g]]), "bias": np.array([g])}, lr=0.01)
+        m, v = opt.m["bias"].item(), opt.v["bias"].item()
+        mhat, vhat = m / (1 - 0.9 ** opt.t), v / (1 - 0.99 ** opt.t)
+        print(f"{opt.t:2}{g:6.1f}{m:9.4f}{v:9.4f}{mhat:9.4f}{vhat:9.4f}"
+              f"{mhat / math.sqrt(vhat):9.4f}{params['matrix'].item():10.5f}"
+              f"{params['bias'].item():10.5f}")
+    print("first step: 2 - 0.01 * (1 + 0.2 * 2) = 1.986 for the matrix, 2 - 0.01 = 1.99 for the bias")
+    params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
+    AdamW(params, weight_decay=0.2).step(params, {k: 0 * w for k, w in params.items()}, lr=0.01)
+    print(f"gradient 0: matrix {params['matrix'].item():.4f}, bias {params['bias'].item():.4f}")
+    params = {"w": np.array([[1.0, -2.0, 0.5]])}
+    opt = AdamW(params, beta1=0.5, beta2=0.8, eps=0.1, weight_decay=0.0)
+    opt.step(params, {"w": np.array([[0.4, -0.2, 0.0]])}, lr=0.1)
+    show("large ε", params["w"])
+    e = example(50)
+    before = e.params["head_b"][e.y].copy()
+    AdamW(e.params, weight_decay=0.1).step(e.params, e.grads, lr=0.05)
+    show("targets y", e.y)
+    show("d head_b", e.grads["head_b"][e.y])
+    show("head_b", before)
+    show("one step", e.params["head_b"][e.y])
+
+
+if __name__ == "__main__": demo(demo_adamw)
+
+# %% [markdown]
+# ### 51. Gradient clipping
+#
+# Now and then a batch gives a gradient far larger than usual. One such step can undo a hundred good
+# ones. So the gradients of all arrays are taken as one long vector, and where that vector is longer
+# than c, it is shortened to length c. Its direction stays.
+#
+#     ‖g‖ = √(Σ_k Σ_i g_ki²)                                                             (51.1)
+#     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
+#
+# k runs over the names, i over all entries of an array. One norm serves all: clipping each array by
+# itself would change the direction. Gradients are never lengthened. The squares are summed in
+# float64, where neither 1e19 squared nor 1e-23 squared is lost. A norm that is not finite is
+# returned as it is and nothing is scaled; it is the caller's sign to stop (see `train`).
+#
+# Shapes: values change, shapes do not.
+
+# %%
+def clip_grad_norm(grads, max_norm):
+    """The norm of all gradients before clipping, a float; scales them in place (card 51)."""
+    if not max_norm > 0:
+        raise ValueError(f"the largest norm must be above 0, got {max_norm}")
+    squares = [np.square(g, dtype=np.float64).sum() for g in grads.values()]
+    norm = math.sqrt(sum(squares))                                          #         (51.1)
+    if max_norm < norm < math.inf:
+        for g in grads.values():
+            g *= max_norm / norm                                            #         (51.2)
+    return norm
+
+
+def demo_clipping():
+    for c in (3.5, 6.99, 7.0, 8.0):
+        grads = {"a": np.array([2.0, -3.0]), "b": np.array([[6.0]])}
+        norm = clip_grad_norm(grads, c)
+        a, b = grads["a"], grads["b"]
+        print(f"norm √(2² + 3² + 6²) = {norm:.4f}, c = {c:4}: a = {a[0]:.4f} {a[1]:.4f}, "
+              f"b = {b[0, 0]:.4f}")
+    huge = {"a": np.full(4, 3e19, np.float32)}
+    print(f"four times 3e19 in float32: norm {clip_grad_norm(huge, 1.0):.0e}, "
+          f"clipped to {huge['a'][0]:.4f} each")
+    e = example(51)
+    norm = clip_grad_norm(e.grads, 1.0)
+    print(f"the running example: norm {norm:.4f}, clipped to 1; d head_b becomes")
+    show("", e.grads["head_b"], digits=2)
+    print(f"its norm now: {clip_grad_norm(e.grads, 2.0):.4f}")
+
+
+if __name__ == "__main__": demo(demo_clipping)
+
+# %% [markdown]
+# ### 52. Learning-rate schedule
+#
+# Large steps early, small steps late: first to get somewhere, then to settle. At the very start v
+# of card 50 has seen only a few gradients and is not to be trusted, so the rate first rises in a
+# straight line, the warm-up. Then it falls along half a cosine wave, which is flat at both ends.
+#
+#     η(t) = ηmax · t / t_warm,  t ≤ t_warm                                              (52.1)
+#     frac = (t - t_warm) / (t_total - t_warm),  t > t_warm                              (52.2)
+#     η(t) = ηmin + (1/2)(ηmax - ηmin)(1 + cos(π frac))                                  (52.3)
+#
+# Both pieces give ηmax at t = t_warm, and t = t_total gives ηmin. Steps count from 1, so the first
+# rate is ηmax / t_warm and no step is wasted at rate 0. The cosine would rise again after t_total;
+# there the rate stays at ηmin.
+#
+# Shapes: numbers.
+
+# %%
+def lr_schedule(t, lr_max, lr_min, warmup, total):
+    """The learning rate of step t = 1, 2, ... (card 52)."""
+    if t <= warmup:
+        return lr_max * t / warmup                                          #         (52.1)
+    if t >= total:
+        return lr_min
+    frac = (t - warmup) / (total - warmup)                                  #         (52.2)
+    return lr_min + 0.5 * (lr_max - lr_min) * (1 + math.cos(math.pi * frac))        # (52.3)
+
+
+def demo_schedule():
+    print("ηmax = 0.01, ηmin = 0.001, t_warm = 4, t_total = 16")
+    for t in (1, 2, 3, 4, 6, 7, 10, 13, 14, 16, 20):
+        rate = lr_schedule(t, 0.01, 0.001, 4, 16)
+        print(f"t = {t:2}  η = {rate:.6f}  {'#' * math.floor(4000 * rate + 0.5)}")
+    print(f"halfway down, t = 10: frac = 6/12, η = 0.001 + 0.5 * 0.009 * (1 + 0) = 0.0055")
+    print(f"no warm-up: the first of 16 steps has η = {lr_schedule(1, 0.01, 0.001, 0, 16):.6f}")
+
+
+if __name__ == "__main__": demo(demo_schedule)
+
+# %% [markdown]
+# ## Chapter 9. Training
+#
+# All parts are there: exercises, loss, gradients, an optimizer. Training is a loop over them. This
+# chapter has its three pieces of arithmetic; the loop itself is `train` in 'The program'.
+
+# %% [markdown]
+# ### 53. Mini-batch loss and gradient
+#
+# The loss of a batch is the mean of the losses of its windows, and since the derivative of a mean
+# is the mean of the derivatives, so are the gradients. B is the real number of windows: the last
+# batch of an epoch may be smaller.
+#
+#     B = number of rows of xb                                                           (53.1)
+#     loss ← loss + loss_i / B,        i = 1, ..., B,  starting from loss = 0            (53.2)
+#     gbar_k ← gbar_k + g_ki / B       for every key k, starting from zeros              (53.3)
+#     loss = (1/B) Σ_i loss_i,  i = 1, ..., B                                          † (53.4)
+#     gbar_k = (1/B) Σ_i g_ki,  i = 1, ..., B                                          † (53.5)
+#
+# One window at a time would be slow. All functions of this book take a batch as well, and card 17
+# takes the mean over all its positions. So the batch can be worked through in parts of several
+# windows: a part of n windows returns the mean over these, and its share in the sum is n / B. The
+# result is the same, apart from rounding.
+#
+# Small batches are one part. Larger ones are cut in two, so that two cores can each work on one
+# while the program trains (see `prepare_for_training`). The cut depends on the sizes alone, and
+# parts are added in order, so the result does not depend on how many cores there are.
+#
+# Shapes at the default sizes:
+#
+#     xb (B, T) = (16, 16)
+#     yb (B, T) = (16, 16)
+
+# %%
+WORKER = None                                       # a second thread, once training is prepared
+LARGE = 2 ** 16                                     # B · T · d from which a batch is cut in two
+
+
+def batch_loss_and_grads(params, xb, yb, config):
+    """Mean loss and gradients over the windows xb, yb (B, T); ValueError for none (card 53)."""
+    B = len(xb)                                                             #         (53.1)
+    cut = B // 2 if xb.size * config.width >= LARGE else 0
+    parts = [part for part in (slice(0, cut), slice(cut, B)) if part.stop > part.start or B == 0]
+    work = lambda part: loss_and_grads(params, xb[part], yb[part], config)
+    loss, gbar = 0.0, {}
+    for part, (loss_i, g) in zip(parts, (WORKER.map if WORKER else map)(work, parts)):
+        share = (part.stop - part.start) / max(B, 1)
+        loss += loss_i * share                                              #         (53.2)
+        for k in g:
+            g[k] *= share
+            gbar[k] = gbar[k] + g[k] if k in gbar else g[k]                 #         (53.3)
+    return loss, gbar
+
+
+def demo_mini_batch():
+    e = example(53)
+    one = [loss_and_grads(e.params, x, y, e.config) for x, y in zip(e.xs, e.ys)]
+    for i, (loss, grads) in enumerate(one):
+        print(f"window {i}  x {e.xs[i].tolist()}  y {e.ys[i].tolist()}  loss {loss:.4f}")
+        show("d bo", grads["block0.bo"])
+    loss, grads = batch_loss_and_grads(e.params, e.xs, e.ys, e.config)
+    losses = [number(loss_i, 4) for loss_i, _ in one]
+    print(f"batch     loss ({' + '.join(losses)}) / {len(one)} = {loss:.4f}")
+    show("d bo", grads["block0.bo"])
+
+
+if __name__ == "__main__": demo(demo_mini_batch)
+
+# %% [markdown]
+# ### 54. Step counts
+#
+# The schedule of card 52 must know how many steps there will be. One step is one batch, so an epoch
+# has as many steps as batches, rounded up as in card 9.
+#
+#     steps_per_epoch = ⌈W / B⌉                                                          (54.1)
+#     total_steps = epochs · steps_per_epoch                                             (54.2)
+#
+# total_steps is what card 52 calls t_total.
+#
+# Shapes: three whole numbers give two.
+
+# %%
+def step_counts(W, batch, epochs):
+    """steps_per_epoch, total_steps for W windows (card 54)."""
+    steps_per_epoch = -(-W // batch)                                        #         (54.1)
+    total_steps = epochs * steps_per_epoch                                  #         (54.2)
+    return steps_per_epoch, total_steps
+
+
+def demo_step_counts():
+    print("    W    B  epochs   W / B   steps per epoch   total steps")
+    for W, batch, epochs in ((5, 2, 3), (7, 3, 1), (3, 8, 5), (1000, 16, 10)):
+        per_epoch, total = step_counts(W, batch, epochs)
+        print(f"{W:5}{batch:5}{epochs:8}{W / batch:8.2f}{per_epoch:18}{total:14}")
+    e = example(54)
+    sizes = [len(xb) for xb, _ in iterate_batches(e.xs, e.ys, 2, np.random.default_rng(0))]
+    print(f"the running example has {len(e.xs)} windows, in batches of 2: {sizes}, "
+          f"{step_counts(len(e.xs), 2, 1)[0]} steps per epoch")
+
+
+if __name__ == "__main__": demo(demo_step_counts)
+
+# %% [markdown]
+# ### 55. Validation loss
+#
+# The loss on windows that the model has never trained on tells whether it has learned the language
+# or only the text. As long as it falls with the training loss, training helps. When it rises while
+# the training loss still falls, the model has begun to learn the text by heart.
+#
+#     val_loss = (1/W_val) Σ_j loss_j,  j = 1, ..., W_val                                (55.1)
+#
+# All windows have the same length T, so this mean of means is also the mean over all positions. It
+# is a forward pass only. The windows are worked through in groups of at most 64, which bounds the
+# memory, and each group counts by its number of windows.
+#
+# Shapes at the default sizes:
+#
+#     x (W, T) = (W, 16)
+#     y (W, T) = (W, 16)
+
+# %%
+def validation_loss(params, x, y, config):
+    """Mean loss over the windows x, y (W, T), a float; ValueError for none (card 55)."""
+    W = len(x)
+    if W == 0:
+        raise ValueError("the validation loss needs one window or more, got none")
+    loss = 0.0
+    for start in range(0, W, 64):
+        group = slice(start, start + 64)
+        logits, _ = forward(params, x[group], config)
+        loss += cross_entropy_forward(logits, y[group])[0] * len(x[group]) / W      # (55.1)
+    return loss
+
+
+def demo_validation_loss():
+    e = example(55)
+    x, y = make_windows(e.val_ids, 3, stride=1)
+    print(f"held-out ids {e.val_ids.tolist()}: {len(x)} windows")
+    losses = [cross_entropy_forward(forward(e.params, row, e.config)[0], target)[0]
+              for row, target in zip(x, y)]
+    for row, target, loss in zip(x, y, losses):
+        print(f"x {row.tolist()}  y {target.tolist()}  loss {loss:.4f}")
+    print(f"({' + '.join(number(loss, 4) for loss in losses)}) / {len(losses)} = "
+          f"{validation_loss(e.params, x, y, e.config):.4f}")
+
+
+if __name__ == "__main__": demo(demo_validation_loss)
+
+# %% [markdown]
+# ## Chapter 10. Generation
+#
+# The trained model says how likely each token is to come next. To write, choose one, put it at the
+# end, and ask again. The first five cards are about the choice, the last one about the loop. Logits
+# come in float32; choosing is done in float64.
+
+# %% [markdown]
+# ### 56. Greedy guard
+#
+# The next card divides the logits z by a temperature τ. The lower τ is, the surer the likeliest
+# token wins; at 0 the division would fail. What is meant by temperature 0 is clear: always take the
+# largest logit.
+#
+#     τ < 1e-6  ⇒  next = argmax_i z_i                                                   (56.1)
+#
+# Nothing is drawn then, and top-k and top-p play no part. Among equal logits the lowest id wins.
+#
+# Shapes:  z (V,) gives a whole number.
+
+# %%
+def greedy(z):
+    """The id of the largest logit of z (V,), the lowest among equals (card 56)."""
+    return int(np.argmax(z))                                                #         (56.1)
+
+
+def demo_greedy():
+    for z in ([2.0, 5.0, 5.0], [0.3, -1.0, 0.2]):
+        print(f"z = {z}: next = {greedy(np.array(z))}")
+    rng = np.random.default_rng(1)
+    z = np.array([1.0, 1.2, 1.1])
+    for temperature in (1e-7, 1.0):
+        drawn = [sample_next(z, rng, temperature) for _ in range(12)] \
+            if "sample_next" in globals() else [greedy(z)] * 12
+        print(f"z = {z.tolist()}, τ = {temperature:g}: {drawn}")
+
+
+if __name__ == "__main__": demo(demo_greedy)
+
+# %% [markdown]
+# ### 57. Temperature
+#
+# Always taking the likeliest token makes dull text that runs in circles. Drawing by the model's
+# probabilities makes lively text with mistakes, because all the unlikely tokens together are quite
+# likely. The temperature lies between: it divides the logits before softmax.
+#
+#     p = softmax(z / τ)                                                                 (57.1)
+#
+# With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
+# shrink, and τ = 1 leaves the model's own probabilities. Dividing probabilities would do nothing:
+# the division would cancel when they are made to sum to 1.
+#
+# Shapes:  z (V,) gives p (V,).
+
+# %%
+def temperature_softmax(z, temperature):
+    """Probabilities p (V,) in float64 of the logits z (V,), with 0 < τ (card 57)."""
+    p = softmax_forward(np.asarray(z, np.float64) / temperature)            # (V,)    (57.1)
+    return p
+
+
+def demo_temperature():
+    z = np.log([1.0, 2.0, 5.0])
+    show("z", z)
+    for temperature in (0.5, 1.0, 2.0, 100.0, 0.001):
+        show(f"τ = {temperature:g}", temperature_softmax(z, temperature))
+    print("τ = 0.5 squares the parts: 1, 4 and 25 of 30")
+
+
+if __name__ == "__main__": demo(demo_temperature)
+
+# %% [markdown]
+# ### 58. Top-k
+#
+# A vocabulary has many tokens that make no sense at a given place. Each is unlikely, but there are
+# hundreds, and now and then one is drawn. Top-k keeps only the k likeliest and sets the rest to 0.
+#
+#     c = top_k-th largest value of p, counting repeats                                  (58.1)
+#     p'_i = p_i if p_i ≥ c else 0                                                       (58.2)
+#     p''_i = p'_i / Σ_j p'_j                                                            (58.3)
+#
+# Tokens that tie with the last one kept are kept too, since nothing speaks for one of them against
+# another; so more than k may stay. With k = 0, or k no less than V, there is nothing to cut.
+#
+# Shapes:  p (V,) gives p (V,), with zeros in it.
+
+# %%
+def keep_top_k(p, top_k):
+    """p (V,) with only the top_k likeliest kept, ties too; 0 keeps all (card 58)."""
+    if top_k < 0:
+        raise ValueError(f"top-k must be 0 (off) or more, got {top_k}")
+    if not 0 < top_k < p.size:
+        return p
+    c = np.sort(p)[-top_k]                                                  #         (58.1)
+    kept = np.where(p >= c, p, 0.0)                                         # (V,)    (58.2)
+    return kept / kept.sum()                                                # (V,)    (58.3)
+
+
+def demo_top_k():
+    p = np.array([0.1, 0.4, 0.2, 0.1, 0.2])
+    show("p", p)
+    for k in (1, 2, 3, 4, 5, 0):
+        show(f"k = {k}", keep_top_k(p, k))
+    print("k = 2 keeps three tokens: two tie for second place")
+
+
+if __name__ == "__main__": demo(demo_top_k)
+
+# %% [markdown]
+# ### 59. Top-p
+#
+# A fixed k is too many where the model is sure and too few where much is possible. Top-p keeps as
+# many as are needed to reach a total probability: rank the tokens from likely to unlikely, add up,
+# stop where the threshold is reached.
+#
+#     order = token ids sorted by p, largest first                                       (59.1)
+#     C_m = p[order[0]] + ... + p[order[m]]                                              (59.2)
+#     s = min {m : C_m ≥ top_p},  keep order[0], ..., order[s]                           (59.3)
+#     q_i = p_i / (p[order[0]] + ... + p[order[s]]) for kept i,  q_i = 0 otherwise       (59.4)
+#
+# The token that takes the total to the threshold is kept, so one always stays. The sort is stable:
+# among equal probabilities the lower id ranks first. A threshold of 1 keeps all; it is treated
+# apart, because rounding may let the total reach 1 too early or never. For the same reason a
+# threshold that no total reaches keeps all.
+#
+# Shapes:  p (V,) gives q (V,).
+
+# %%
+def keep_top_p(p, top_p):
+    """p (V,) with only the likeliest kept whose total reaches top_p; 1 keeps all (card 59)."""
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top-p must be above 0 and at most 1 (off), got {top_p}")
+    if top_p == 1:
+        return p
+    order = np.argsort(-p, kind="stable")                                   # (V,)    (59.1)
+    C = np.cumsum(p[order])                                                 # (V,)    (59.2)
+    s = int(np.searchsorted(C, top_p))                                      #         (59.3)
+    kept = order[:s + 1]                                                    # (s + 1,)
+    q = np.zeros_like(p)                                                    # (V,)
+    q[kept] = p[kept] / p[kept].sum()                                       #         (59.4)
+    return q
+
+
+def demo_top_p():
+    p = np.array([0.125, 0.5, 0.125, 0.25])
+    order = np.argsort(-p, kind="stable")
+    show("p", p)
+    show("order", order)
+    show("C", np.cumsum(p[order]))
+    for top_p in (0.49, 0.5, 0.51, 0.75, 0.76, 1.0):
+        show(f"top_p {top_p}", keep_top_p(p, top_p))
+    print("0.5 is reached by the first token alone; 0.76 needs a third, and of the two")
+    print("equal ones the lower id comes first")
+
+
+if __name__ == "__main__": demo(demo_top_p)
+
+# %% [markdown]
+# ### 60. Random choice
+#
+# What is left is a fair draw: token i with probability p_i, after temperature, top-k and top-p, in
+# this order.
+#
+#     P(next = i) = p_i                                                                  (60.1)
+#
+# Lay the probabilities side by side as pieces of a line of length 1, and let a random number r
+# between 0 and 1 point at it. Piece i is hit with probability p_i. The piece that r hits is the
+# first whose running total exceeds r. Since rounding may make the total slightly less than 1, r is
+# scaled by the total. The generator is passed in, so a seed fixes the text.
+#
+# Logits that are not finite come from a model that has gone wrong, and are refused. A single -∞
+# only rules a token out.
+#
+# Shapes:  logits (V,) give a whole number.
+
+# %%
+def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """What the draw sees: p (V,) after temperature, top-k and top-p (cards 57 to 59).
+
+    ValueError for a temperature that is negative or not finite, top_k below 0, top_p outside
+    (0, 1], or logits with nan, +inf or nothing finite.
+    """
+    z = np.asarray(logits, np.float64)                                      # (V,)
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be 0 or more and finite, got {temperature}")
+    if not np.isfinite(z.max()):                            # nan and +inf reach the maximum
+        raise ValueError("the model's output is not finite: it has diverged in training")
+    if temperature < 1e-6:
+        return (np.arange(z.size) == greedy(z)).astype(np.float64)          # (V,)
+    p = temperature_softmax(z, temperature)                                 # (V,)
+    return keep_top_p(keep_top_k(p, top_k), top_p)                          # (V,)
+
+
+def sample_next(logits, rng, temperature=1.0, top_k=0, top_p=1.0):
+    """The id of the next token, drawn from the logits (V,) (cards 56 to 60)."""
+    p = next_probabilities(logits, temperature, top_k, top_p)               # (V,)
+    if temperature < 1e-6:
+        return greedy(logits)
+    total = np.cumsum(p)                                                    # (V,)
+    r = rng.random() * total[-1]
+    return int(np.searchsorted(total, r, side="right"))                     #         (60.1)
+
+
+def demo_random_choice():
+    p = np.array([0.2, 0.0, 0.5, 0.3])
+    with np.errstate(divide="ignore"):
+        z = np.log(p)
+    show("p", p)
+    show("totals", np.cumsum(p))
+    rng, again = np.random.default_rng(42), np.random.default_rng(42)
+    for _ in range(5):
+        print(f"r = {again.random():.4f}  next = {sample_next(z, rng)}")
+    drawn = [sample_next(z, rng) for _ in range(2000)]
+    show("of 2000", [drawn.count(i) for i in range(4)])
+    z = np.log([0.44, 0.32, 0.16, 0.08])
+    show("p", next_probabilities(z))
+    show("τ 2", next_probabilities(z, 2.0))
+    show("τ 2, k 3", next_probabilities(z, 2.0, 3))
+    show("and p 0.6", next_probabilities(z, 2.0, 3, 0.6))
+
+
+if __name__ == "__main__": demo(demo_random_choice)
+
+# %% [markdown]
+# ### 61. Autoregressive loop
+#
+# To write, the model reads the last w ids, scores the next one, draws it, puts it at the end and
+# reads again. Its own words become its input; that is what autoregressive means.
+#
+#     x = ids[-w:]                                                                       (61.1)
+#     logits = forward(x),  z = logits[T-1]                                              (61.2)
+#     ids ← ids + [sample_next(z, τ, top_k, top_p)]                                      (61.3)
+#
+# w is the trained window T, not Tmax: rows of the position table past T were never trained (27.3),
+# and the check of 45.1 alone would let them be read. Here T in 61.2 is the length of x, which is
+# less than w while the text is short. Only the last row of the logits is used. The prompt of the
+# caller is not changed.
+#
+# Shapes at the default sizes:
+#
+#     x (T,) = (16,)
+#     logits (T, V) = (16, V)
+#     z (V,) = (V,)
+
+# %%
+def generate(params, config, ids, n_tokens, rng, temperature=1.0, top_k=0, top_p=1.0):
+    """A list: ids with n_tokens more (card 61). ValueError for an empty prompt."""
+    ids = [int(i) for i in ids]
+    if not ids:
+        raise ValueError("the prompt must have one token or more, got none")
+    if n_tokens < 0:
+        raise ValueError(f"the number of tokens must be 0 or more, got {n_tokens}")
+    for _ in range(n_tokens):
+        x = np.array(ids[-config.context:])                                 # (T,)    (61.1)
+        logits, _ = forward(params, x, config)                              # (T, V)
+        z = logits[-1]                                                      # (V,)    (61.2)
+        ids = ids + [sample_next(z, rng, temperature, top_k, top_p)]        #         (61.3)
+    return ids
+
+
+def demo_autoregressive_loop():
+    e = example(61)
+    rng = np.random.default_rng(0)
+    opt = AdamW(e.params, weight_decay=0.0)
+    ids = e.tokenizer.encode("she")
+    write = lambda: e.tokenizer.decode(generate(e.params, e.config, ids, 12, rng, temperature=0))
+    print(f"greedy, untrained:      {write()!r}")
+    for step in range(60):
+        loss, grads = batch_loss_and_grads(e.params, e.xs, e.ys, e.config)
+        opt.step(e.params, grads, lr=0.05)
+    print(f"greedy, after 60 steps: {write()!r}")
+    print(f"training loss {loss:.2f}; the text: {e.text!r}")
+    for _ in range(5):
+        x = np.array(ids[-3:])
+        p = next_probabilities(forward(e.params, x, e.config)[0][-1])
+        best = np.argsort(-p, kind="stable")[:3]
+        ids = generate(e.params, e.config, ids, 1, rng)
+        shares = ", ".join(f"{e.tokenizer.itos[i]!r} {p[i]:.2f}" for i in best)
+        print(f"x {str(x.tolist()):11} -> {shares:36} drawn {e.tokenizer.itos[ids[-1]]!r}")
+    print(f"sampled: {e.tokenizer.decode(ids)!r}")
+
+
+if __name__ == "__main__": demo(demo_autoregressive_loop)
+
+# %% [markdown]
+# ## The program
+#
+# The book ends here. What follows puts its functions to work: reading text, saving and loading a
+# model, the training loop, and the command line. It has no equations.
+#
+# First, what a computer needs to be fast. NumPy asks the system for fresh memory for every large
+# array and gives it back at once, and the system clears each page again before it hands it out,
+# which costs more than the arithmetic. `mallopt` tells the C library to keep freed memory. And
+# while the matrix products could use several cores, all other work uses one. So each product gets
+# one core, and two parts of a batch are worked on side by side (card 53).
+
+# %%
+def prepare_for_training():
+    """Process-wide settings for speed; without effect where the system does not offer them."""
+    global WORKER
+    import ctypes
+    from concurrent.futures import ThreadPoolExecutor
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 1 << 30)                   # M_TRIM_THRESHOLD: keep freed memory
+        libc.mallopt(-3, 1 << 30)                   # M_MMAP_THRESHOLD: large arrays from it too
+    for library in Path(np.__file__).parent.parent.glob("numpy.libs/*openblas*"):
+        with contextlib.suppress(OSError):
+            blas = ctypes.CDLL(str(library))
+            for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
+                         "openblas_set_num_threads64_", "openblas_set_num_threads"):
+                with contextlib.suppress(AttributeError):
+                    getattr(blas, name)(1)
+    if WORKER is None and (os.cpu_count() or 1) > 1:
+        WORKER = ThreadPoolExecutor(2)
+
+
+# %% [markdown]
+# ### Text files
+
+# %%
+def read_text(path):
+    """The text of a UTF-8 file: byte order mark dropped, line ends read as a line feed."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    mark = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
+    try:
+        text = data[mark:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = error.start + mark
+        raise ValueError(f"{path} is not UTF-8: byte 0x{data[at]:02X} at offset {at}; "
+                         f"save it as UTF-8 text") from None
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if not text:
+        raise ValueError(f"{path} is empty: training needs a text")
+    return text
+
+
+# %% [markdown]
+# ### Checkpoints
+#
+# A checkpoint holds all that is needed to write, and all that is needed to go on training as if
+# nothing had happened: parameters, both running means of the optimizer, the step, and the states of
+# the random generators. Arrays go into one .npz file, the rest beside them as JSON text. It is
+# written to a temporary file in the same folder, which then takes the place of the old one in one
+# move. So whatever happens, a whole file stands there.
+
+# %%
+@dataclass
+class Checkpoint:
+    """A model and the state of its training."""
+    params: dict
+    config: ModelConfig
+    tokenizer: Tokenizer
+    settings: dict = field(default_factory=dict)    # the options of its training
+    step: int = 0
+    m: dict = field(default_factory=dict)           # running means of the optimizer, by name
+    v: dict = field(default_factory=dict)
+    batch_rng: dict = field(default_factory=dict)   # generator state at the start of the epoch
+    val_loss: float | None = None
+
+
+def save_checkpoint(path, checkpoint):
+    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails."""
+    path = Path(path)
+    about = {"format": "tinygpt 1", "config": asdict(checkpoint.config),
+             "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges,
+             "settings": checkpoint.settings, "step": checkpoint.step,
+             "batch_rng": checkpoint.batch_rng, "val_loss": checkpoint.val_loss}
+    arrays = {"about": np.frombuffer(json.dumps(about).encode("utf-8"), np.uint8)}
+    for kind in ("params", "m", "v"):
+        arrays |= {f"{kind}/{name}": W for name, W in getattr(checkpoint, kind).items()}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def load_checkpoint(path):
+    """The checkpoint at path; ValueError in one line where it is missing, foreign or damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            about = json.loads(archive["about"].tobytes().decode("utf-8"))
+            config = ModelConfig(**about["config"])
+            itos, merges = about["itos"], [tuple(pair) for pair in about["merges"]]
+            if len(itos) != config.vocab_size or len(set(itos)) != len(itos):
+                raise ValueError("its vocabulary does not fit its configuration")
+            if not all(len(pair) == 2 for pair in merges) or \
+                    not all(isinstance(text, str) for text in [*itos, *sum(merges, ())]):
+                raise ValueError("its tokenizer is not made of strings")
+            if type(about["step"]) is not int or about["step"] < 0:
+                raise ValueError("its step is not a whole number")
+            arrays = {kind: {name: checked_array(archive, f"{kind}/{name}", shape)
+                             for name, shape in param_shapes(config).items()}
+                      for kind in ("params", "m", "v") if kind == "params" or about["step"]}
+            return Checkpoint(config=config, tokenizer=Tokenizer(itos, merges), **arrays,
+                              **{name: about[name]
+                                 for name in ("settings", "step", "batch_rng", "val_loss")})
+    except FileNotFoundError:
+        raise ValueError(f"there is no model at {path}: train one first, "
+                         f"with 'python tinygpt.py train --out {path}'") from None
+    except KeyError as error:
+        raise ValueError(f"{path} is not a whole tinygpt checkpoint: it lacks "
+                         f"{str(error.args[0]).split(' ')[0]}; train a new one") from None
+    except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, OverflowError,
+            MemoryError, RecursionError, NotImplementedError, zipfile.BadZipFile,
+            zlib.error) as error:
+        reason = str(error).split("\n")[0]
+        if type(error) not in (ValueError, OSError) or "ickle" in reason:
+            reason = "it is no archive of plain arrays, or part of it is lost"
+        raise ValueError(f"{path} is not a tinygpt checkpoint: {reason}; train a new one") from None
+
+
+def checked_array(archive, name, shape):
+    """One array of an archive; ValueError unless it is float32 of the given shape and finite."""
+    W = archive[name]
+    if W.shape != shape or W.dtype != np.float32:
+        raise ValueError(f"{name} should be float32 {shape}, it is {W.dtype} {W.shape}")
+    if not np.isfinite(W).all():
+        raise ValueError(f"{name} holds numbers that are not finite")
+    return W
+
+
+# %% [markdown]
+# ### Options
+#
+# Every option of `train` stands here with its type, default, range and meaning. Numbers are checked
+# when the command line is read, before any file is.
+
+# %%
+def number_type(kind, low, high=math.inf, open_low=False, open_high=False):
+    """A check for argparse: text to a number of that kind in that range."""
+    name = "a whole number" if kind is int else "a number"
+    bounds = f"{'above' if open_low else 'from'} {low}" + (
+        " up" if high == math.inf else f" to {'below ' if open_high else ''}{high}")
+
+    def check(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text!r}") from None
+        if not (math.isfinite(value) and low <= value <= high
+                and not (open_low and value == low) and not (open_high and value == high)):
+            raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text}")
+        return value
+
+    return check
+
+
+whole, share = number_type(int, 1), number_type(float, 0, 1, open_high=True)
+SIZES = {                       # what a checkpoint fixes: option, default, check, meaning
+    "merges": (440, number_type(int, 0), "merges the tokenizer may learn; 0: plain characters"),
+    "context": (16, whole, "tokens in a window, T"),
+    "max-context": (32, whole, "rows of the position table, Tmax"),
+    "width": (32, whole, "numbers that describe a token, d"),
+    "heads": (2, whole, "attention heads, H; they share the width"),
+    "hidden": (128, whole, "width of the feed-forward layer, F"),
+    "layers": (2, whole, "blocks, L"),
+    "batch": (16, whole, "windows in a step, B"),
+    "stride": (8, whole, "tokens from the start of one window to the next"),
+    "val-fraction": (0.1, share, "share of the text held out for validation; 0: none"),
+    "seed": (0, number_type(int, 0), "seed of starting values, batches and samples"),
+}
+TRAINING = {                    # what may change when training goes on
+    "epochs": (0, number_type(int, 0), "passes over the text; 0: --steps says it"),
+    "steps": (12000, number_type(int, 0), "steps in all; with --epochs: stop there"),
+    "lr": (0.01, number_type(float, 0), "largest learning rate"),
+    "lr-min": (0.0005, number_type(float, 0), "learning rate at the end"),
+    "warmup": (100, number_type(int, 0), "steps until the largest learning rate"),
+    "beta1": (0.9, share, "AdamW: share kept of the mean gradient"),
+    "beta2": (0.99, share, "AdamW: share kept of the mean square"),
+    "weight-decay": (0.05, number_type(float, 0), "AdamW: pull of matrices towards 0"),
+    "clip": (1.0, number_type(float, 0), "largest norm of the gradients; 0: off"),
+    "eval-every": (1000, number_type(int, 0), "steps between validations; 0: only at the end"),
+}
+
+
+def resolve(options, checkpoint):
+    """All settings {name: value}: given options, else those of the checkpoint, else defaults."""
+    kept = checkpoint.settings if checkpoint else {}
+    settings = {}
+    for name, (default, _, _) in (SIZES | TRAINING).items():
+        key = name.replace("-", "_")
+        given = getattr(options, key)
+        settings[key] = kept.get(key, default) if given is None else given
+        if checkpoint and name in SIZES and settings[key] != kept.get(key, settings[key]):
+            raise ValueError(f"--{name} {given} does not fit the checkpoint {options.out}, which "
+                             f"has {kept[key]}: leave the option out, or train without --resume")
+    if settings["epochs"] and options.steps is None and "steps" not in kept:
+        settings["steps"] = 0
+    if settings["lr_min"] > settings["lr"]:
+        if options.lr_min is not None:
+            raise ValueError(f"--lr-min {settings['lr_min']} is larger than --lr "
+                             f"{settings['lr']}: make it smaller")
+        settings["lr_min"] = settings["lr"]
+    return SimpleNamespace(**settings)
+
+
+# %% [markdown]
+# ### Training
+#
+# The loop: a batch, loss and gradients, a check that both are finite, clipping, the rate of this
+# step, the update. From time to time it measures, writes a sample and saves. The three random
+# generators for starting values, batches and samples are separate, so measuring or sampling more
+# often changes nothing else.
+
+# %%
+def prepare_data(text, tokenizer, s):
+    """Windows (x, y) for training and validation; ValueError where the text is too short."""
+    ids = np.array(tokenizer.encode(text), dtype=np.int64)
+    train_ids, val_ids = split_ids(ids, s.val_fraction)
+    for part, name in ((train_ids, "training"), (val_ids, "validation")):
+        if len(part) <= s.context and (name == "training" or s.val_fraction):
+            raise ValueError(
+                f"the {name} part has {len(part)} tokens and needs {s.context + 1} (--context + 1): "
+                f"take a longer text, a smaller --context or another --val-fraction")
+    return make_windows(train_ids, s.context, s.stride), make_windows(val_ids, s.context, s.context)
+
+
+def train(options):
+    """Train as the options say, save to options.out; the exit code (0, 1 or 130)."""
+    checkpoint = load_checkpoint(options.out) if options.resume else None
+    s = resolve(options, checkpoint)
+    if not Path(options.out).parent.is_dir() or Path(options.out).is_dir():
+        raise ValueError(f"cannot write {options.out}: its folder must exist, "
+                         f"and it must not be a folder itself")
+    config = checkpoint.config if checkpoint else ModelConfig(
+        1, s.context, s.max_context, s.width, s.heads, s.hidden, s.layers)
+    text = read_text(options.text)
+    say = Progress()
+    if checkpoint is None:
+        tokenizer = build_tokenizer(text, s.merges)
+        config = ModelConfig(**{**asdict(config), "vocab_size": len(tokenizer.itos)})
+        params = init_params(config, np.random.default_rng([s.seed, 0]))
+        checkpoint = Checkpoint(params, config, tokenizer, vars(s))
+        if len(tokenizer.merges) < s.merges:
+            say.line(f"the text supports {len(tokenizer.merges)} merges of {s.merges} asked for")
+    else:
+        tokenizer, params, checkpoint.settings = checkpoint.tokenizer, checkpoint.params, vars(s)
+        warn_unknown(tokenizer, text, options.text)
+    (x, y), (val_x, val_y) = prepare_data(text, tokenizer, s)
+    per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
+    planned = planned or s.steps                            # the length of the schedule
+    last = min(s.steps or planned, planned)
+    say.line(f"{len(text):,} characters, {len(config_tokens(x)):,} of {config.vocab_size} tokens "
+             f"in use, {len(x):,} training windows, {len(val_x):,} validation windows, "
+             f"{count_params(params):,} parameters, {per_epoch:,} steps per epoch")
+    optimizer = AdamW(params, s.beta1, s.beta2, weight_decay=s.weight_decay)
+    rng = np.random.default_rng([s.seed, 1])
+    if checkpoint.step:
+        optimizer.t = checkpoint.step
+        for name in params:
+            optimizer.m[name][...] = checkpoint.m[name]
+            optimizer.v[name][...] = checkpoint.v[name]
+        if checkpoint.batch_rng:
+            rng.bit_generator.state = checkpoint.batch_rng
+        if checkpoint.step >= last:
+            say.line(f"{options.out} has {checkpoint.step} of {last} steps: nothing to do; "
+                     f"ask for more with --steps or --epochs")
+            return 0
+    checkpoint.m, checkpoint.v = optimizer.m, optimizer.v
+    chars_per_token = len(tokenizer.decode(val_y.ravel() if len(val_y) else y.ravel())) / (
+        val_y.size or y.size)
+    prepare_for_training()
+    sample = lambda: sample_text(checkpoint, s.seed)
+    if checkpoint.step == 0:
+        say.sample("before training", sample())
+    stop = Stop()
+    with stop, np.errstate(all="ignore"):
+        while checkpoint.step < last and not stop.asked:
+            if checkpoint.step % per_epoch == 0:
+                checkpoint.batch_rng = rng.bit_generator.state
+            skip = checkpoint.step % per_epoch              # where a resumed epoch goes on
+            for i, (xb, yb) in enumerate(iterate_batches(x, y, s.batch, rng)):
+                if i < skip:
+                    continue
+                t = checkpoint.step + 1
+                loss, grads = batch_loss_and_grads(params, xb, yb, config)
+                norm = clip_grad_norm(grads, s.clip or math.inf)
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    say.line(f"step {t}: loss {loss}, gradient norm {norm}: training has diverged "
+                             f"and stops before this step; try a smaller --lr or --clip 1")
+                    return 1
+                lr = lr_schedule(t, s.lr, s.lr_min, s.warmup, planned)
+                optimizer.step(params, grads, lr)
+                checkpoint.step = t
+                say.step(t, last, loss, lr, xb.size)
+                if t == last or stop.asked or (s.eval_every and t % s.eval_every == 0):
+                    checkpoint.val_loss = (validation_loss(params, val_x, val_y, config)
+                                           if len(val_x) else None)
+                    say.measured(checkpoint.val_loss, chars_per_token)
+                    save_checkpoint(options.out, checkpoint)
+                if t != last and t in (last // 100, last // 10, last // 2):
+                    say.sample(f"after {t} steps", sample())
+                if t == last or stop.asked:
+                    break
+    again = f"python tinygpt.py train --resume --text {options.text} --out {options.out}"
+    if checkpoint.step < last:
+        say.line(f"stopped after step {checkpoint.step}; the model is in {options.out}; "
+                 f"go on with: {again}")
+        return 130
+    if last == 0:
+        save_checkpoint(options.out, checkpoint)
+    say.sample(f"after {last} steps", "")
+    print_text(sample())
+    say.line(f"the model is in {options.out}; let it write with: "
+             f"python tinygpt.py generate --model {options.out}")
+    return 0
+
+
+def config_tokens(x):
+    """The distinct ids of some windows."""
+    return np.unique(x)
+
+
+def start_ids(tokenizer):
+    """The ids that an empty prompt stands for: a line end, or the first known character."""
+    return tokenizer.encode("\n") if "\n" in tokenizer.stoi else [min(1, len(tokenizer.itos) - 1)]
+
+
+def sample_text(checkpoint, seed, n_tokens=64, temperature=0.8):
+    """A short sample, always from the same seed."""
+    start = start_ids(checkpoint.tokenizer)
+    ids = generate(checkpoint.params, checkpoint.config, start, n_tokens,
+                   np.random.default_rng([seed, 2]), temperature)
+    return checkpoint.tokenizer.decode(ids[len(start):]).strip()
+
+
+class Stop:
+    """Ctrl-C asks for a stop after the present step; a second one stops at once."""
+
+    def __init__(self):
+        self.asked = False
+
+    def __enter__(self):
+        try:
+            self.before = signal.signal(signal.SIGINT, self.ask)
+        except ValueError:                          # not in the main thread
+            self.before = None
+        return self
+
+    def ask(self, number, frame):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *_):
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)
+
+
+class Progress:
+    """Reports on stderr: one live line on a terminal, plain lines in a file."""
+    BLOCKS = "▁▂▃▄▅▆▇█"
+
+    def __init__(self):
+        self.live = sys.stderr.isatty()
+        self.start = self.shown = time.monotonic()
+        self.tokens, self.steps, self.losses, self.curve, self.text = 0, 0, [], [], ""
+
+    def clear(self):
+        if self.live and self.text:
+            sys.stderr.write("\r" + " " * len(self.text) + "\r")
+            self.text = ""
+
+    def line(self, text):
+        self.clear()
+        print(text, file=sys.stderr, flush=True)
+
+    def sample(self, title, text):
+        self.line(f"--- {title}" + "".join(f"\n    {row}" for row in text.split("\n") if text))
+
+    def step(self, t, last, loss, lr, tokens):
+        self.tokens, self.steps = self.tokens + tokens, self.steps + 1
+        self.losses.append(loss)
+        self.t, self.last, self.lr = t, last, lr
+        now = time.monotonic()
+        if self.live and now - self.shown > 0.1:
+            self.shown = now
+            self.clear()
+            self.text = self.report(None)[:shutil.get_terminal_size().columns - 1]
+            sys.stderr.write(self.text)
+            sys.stderr.flush()
+
+    def report(self, val):
+        elapsed = max(time.monotonic() - self.start, 1e-9)
+        left = (self.last - self.t) * elapsed / self.steps
+        recent = self.losses[-100:]
+        parts = [f"step {self.t:,} of {self.last:,}", f"loss {sum(recent) / len(recent):.3f}",
+                 *([val] if val else []), f"lr {self.lr:.5f}",
+                 f"{self.tokens / elapsed:,.0f} tokens/s", f"{left:.0f} s left"]
+        return "  ".join(parts) + "  " + self.picture()
+
+    def picture(self):
+        """The losses so far as a row of blocks, a block for each tenth of the training."""
+        step = max(1, self.last // 10)
+        means = [sum(part) / len(part) for part in
+                 (self.losses[i:i + step] for i in range(0, len(self.losses), step))][:10]
+        try:
+            self.BLOCKS.encode(sys.stderr.encoding or "ascii")
+        except (UnicodeEncodeError, LookupError):
+            return ""
+        low, high = min(means), max(means)
+        return "".join(self.BLOCKS[int(7 * (mean - low) / (high - low or 1))] for mean in means)
+
+    def measured(self, val_loss, chars_per_token):
+        val = None if val_loss is None else (
+            f"validation {val_loss:.3f}  perplexity {perplexity(val_loss):.1f}  "
+            f"bits per character {val_loss / math.log(2) / chars_per_token:.3f}")
+        self.line(self.report(val))
+
+
+# %% [markdown]
+# ### Commands
+#
+# Each command is one function. `train` stands above; `generate`, `gradcheck`, `bench` and the demos
+# follow.
+
+# %%
+def warn_unknown(tokenizer, text, where):
+    """Name the characters that will be read as <unk>, in one line on stderr."""
+    unknown = tokenizer.unknown(text)
+    if unknown:
+        named = ", ".join(f"{char!r} U+{ord(char):04X} at {text.index(char)}" for char in unknown[:8])
+        print(f"warning: {where} has characters the model never saw, read as {UNK}: {named}"
+              + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""), file=sys.stderr)
+
+
+def print_text(text):
+    """Print a model's text; on a terminal control characters are escaped."""
+    if sys.stdout.isatty():
+        text = "".join(c if c in "\n\t" or c.isprintable() else
+                       c.encode("unicode_escape").decode("ascii") for c in text)
+    print(text, flush=True)
+
+
+def generate_command(options):
+    """Print the prompt and what the model writes after it."""
+    checkpoint = load_checkpoint(options.model)
+    tokenizer = checkpoint.tokenizer
+    prompt = options.prompt.replace("\r\n", "\n").replace("\r", "\n")
+    warn_unknown(tokenizer, prompt, "the prompt")
+    start = tokenizer.encode(prompt) or start_ids(tokenizer)
+    rng = np.random.default_rng(options.seed)
+    ids = generate(checkpoint.params, checkpoint.config, start, options.tokens, rng,
+                   options.temperature, options.top_k, options.top_p)
+    print_text(prompt + tokenizer.decode(ids[len(start):]))
+    return 0
+
+
+def gradcheck_command(options):
+    """Check every gradient of a small float64 model; exit code 1 where one is wrong (card 49)."""
+    config = ModelConfig(vocab_size=11, context=5, max_context=7, width=6, heads=2, hidden=9, layers=2)
+    rng = np.random.default_rng(options.seed)
+    params = init_params(config, rng, np.float64)
+    for name, W in params.items():
+        if W.ndim == 1:                             # neither all 0 nor all 1
+            W += rng.uniform(-0.5, 0.5, W.shape)
+    x, y = (rng.integers(0, config.vocab_size, (3, config.context)) for _ in range(2))
+    worst = check_params(params, x, y, config, rng, options.samples)
+    for name, error in worst.items():
+        print(f"{name:14} {str(params[name].shape):9} worst relative error {error:.1e}"
+              + ("" if error < 1e-4 else "  WRONG"))
+    wrong = [name for name, error in worst.items() if not error < 1e-4]
+    print(f"{len(worst) - len(wrong)} of {len(worst)} arrays agree with central differences to 1e-4"
+          + (f"; wrong: {', '.join(wrong)}" if wrong else ""))
+    return 1 if wrong else 0
+
+
+def cards():
+    """[(number, slug, title, direction, function, line, demo)], read from this file's headings."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    index = []
+    for i, line in enumerate(lines, 1):
+        if match := re.match(r"# ### (\d+)\. (.*)", line):
+            title, direction = match[2], re.search(r"\((forward|backward)\)$", match[2])
+            index.append([int(match[1]), "", title, "", "", i, None])
+        elif match := re.match(r"(?:def|class) (\w+)", line):
+            if index and match[1].startswith("demo_"):
+                index[-1][1] = match[1][len("demo_"):].replace("_", "-")
+                index[-1][6] = globals()[match[1]]
+            elif index and index[-1][6] is None:
+                index[-1][4] = match[1]
+    for card in index:
+        if match := re.search(r"(forward|backward)\)?$|\b(backward)\b", card[2]):
+            card[3] = match[1] or match[2]
+        card[2] = re.sub(r" \((forward|backward)\)$", "", card[2])
+    return [tuple(card) for card in index]
+
+
+def demo_command(options):
+    """Play the demos of the named cards, or all."""
+    index = cards()
+    if options.list:
+        for n, slug, title, direction, function, line, _ in index:
+            print(f"{n:2}  {slug:22} {title:33} {direction:9} {function:22} line {line}")
+        return 0
+    known = {str(card[0]): card for card in index} | {card[1]: card for card in index}
+    chosen = []
+    for name in options.names:
+        if name not in known:
+            near = get_close_matches(name, known, n=3, cutoff=0.5)
+            raise ValueError(f"there is no demo {name!r}: "
+                             + (f"did you mean {', '.join(near)}? " if near else "")
+                             + "'python tinygpt.py demo --list' names all")
+        chosen.append(known[name])
+    for i, (n, slug, title, direction, *_, play) in enumerate(chosen or index):
+        if len(chosen) != 1:
+            print(f"{'' if i == 0 else chr(10)}=== {n}. {title} ({slug})")
+        play()
+    return 0
+
+
+TOUR = """tinygpt is a GPT in one file, a book that runs. Type, in this order:
+
+  python tinygpt.py train              learn from corpus.txt, about a minute, then write
+  python tinygpt.py generate           let the trained model write
+  python tinygpt.py generate --prompt "The fox"
+  python tinygpt.py demo softmax       the worked example of one card; 'demo --list' names all 61
+  python tinygpt.py gradcheck          hold every gradient against central differences
+
+Then open tinygpt.py and read it from the top. 'python tinygpt.py COMMAND --help' has the options."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors on one line."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}; see '{self.prog} --help'\n")
+
+
+def build_parser():
+    """The command line."""
+    parser = Parser(prog="tinygpt.py", description="A GPT in one file. Without a command: a tour.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def command(name, run, help):
+        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub
+
+    def add(sub, name, default, check, help):
+        sub.add_argument(f"--{name}", type=check, default=default, metavar="N", help=help)
+
+    p = command("train", train, "learn from a text, save the model, write a sample")
+    here = Path(__file__).parent
+    p.add_argument("--text", default=str(here / "corpus.txt"), metavar="FILE",
+                   help="UTF-8 text to learn from (corpus.txt)")
+    p.add_argument("--out", default="tinygpt.npz", metavar="FILE", help="the model (tinygpt.npz)")
+    p.add_argument("--resume", action="store_true", help="go on training the model in --out")
+    for name, (default, check, help) in (SIZES | TRAINING).items():
+        add(p, name, None, check, f"{help} ({default})")
+
+    p = command("generate", generate_command, "let a trained model write")
+    p.add_argument("--model", default="tinygpt.npz", metavar="FILE", help="(tinygpt.npz)")
+    p.add_argument("--prompt", default="", metavar="TEXT",
+                   help="the text to go on from; empty: a line end")
+    add(p, "tokens", 200, number_type(int, 0), "tokens to write (200)")
+    add(p, "temperature", 0.8, number_type(float, 0), "0: always the likeliest token (0.8)")
+    add(p, "top-k", 0, number_type(int, 0), "keep the N likeliest tokens; 0: all (0)")
+    add(p, "top-p", 1.0, number_type(float, 0, 1, open_low=True),
+        "keep the likeliest tokens up to this total probability; 1: all (1)")
+    add(p, "seed", 0, number_type(int, 0), "another seed writes another text (0)")
+
+    p = command("demo", demo_command, "play the worked examples of the cards, all or some")
+    p.add_argument("names", nargs="*", metavar="NAME", help="a card's name or number")
+    p.add_argument("--list", action="store_true", help="list the cards")
+
+    p = command("gradcheck", gradcheck_command, "hold every gradient against central differences")
+    add(p, "samples", 20, whole, "entries drawn from each array (20)")
+    add(p, "seed", 0, number_type(int, 0), "seed of model and entries (0)")
+    return parser
+
+
+def main(argv=None):
+    """Run the command line; the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--prompt" in argv[:-1]:                     # a prompt may begin with a dash
+        i = argv.index("--prompt")
+        argv[i:i + 2] = [f"--prompt={argv[i + 1]}"]
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):          # a narrow console shows what it can
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        options = build_parser().parse_args(argv)
+        if options.command is None:
+            print(TOUR)
+            return 0
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except ValueError as error:
+        print(f"tinygpt: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tinygpt: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:                         # the reader has gone, as in '| head'
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"tinygpt: cannot write {error.filename or 'the output'}: {error.strerror}",
+              file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+
+
+if __name__ == "__main__" and "get_ipython" not in globals():
+    sys.exit(main())
