@@ -25,6 +25,7 @@ import zlib
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,14 +123,17 @@ class ModelConfig:
                              f"{self.max_context}: make it smaller, or max_context larger")
 
 
+BLOCK = ("ln1_g", "ln1_b",                                              # LayerNorm 1
+         "wq", "bq", "wk", "bk", "wv", "bv", "wo", "bo",                # queries ... output
+         "ln2_g", "ln2_b",                                              # LayerNorm 2
+         "ff1_w", "ff1_b", "ff2_w", "ff2_b")                            # feed-forward
+
+
 def param_shapes(config):
     """{name: shape} of all parameters, in their fixed order."""
     V, Tmax, d, F = config.vocab_size, config.max_context, config.width, config.hidden
-    block = {"ln1_g": (d,), "ln1_b": (d,),                                  # LayerNorm 1
-             "wq": (d, d), "bq": (d,), "wk": (d, d), "bk": (d,),            # queries, keys
-             "wv": (d, d), "bv": (d,), "wo": (d, d), "bo": (d,),            # values, output
-             "ln2_g": (d,), "ln2_b": (d,),                                  # LayerNorm 2
-             "ff1_w": (d, F), "ff1_b": (F,), "ff2_w": (F, d), "ff2_b": (d,)}
+    block = dict(zip(BLOCK, ((d,), (d,), (d, d), (d,), (d, d), (d,), (d, d), (d,), (d, d), (d,),
+                             (d,), (d,), (d, F), (F,), (F, d), (d,))))
     blocks = {f"block{l}.{name}": shape
               for l in range(config.layers) for name, shape in block.items()}
     return {"tok_emb": (V, d), "pos_emb": (Tmax, d), **blocks,
@@ -138,8 +142,7 @@ def param_shapes(config):
 
 def block_params(params, l):
     """The arrays of block l under their short names: 'block0.wq' becomes 'wq'."""
-    prefix = f"block{l}."
-    return {name[len(prefix):]: W for name, W in params.items() if name.startswith(prefix)}
+    return {name: params[f"block{l}.{name}"] for name in BLOCK}
 
 # %% [markdown]
 # ## The running example
@@ -157,7 +160,7 @@ def block_params(params, l):
 def example(card):
     """The running example as it stands when `card` begins."""
     e = SimpleNamespace(text="she sees the sea he sees the tea", n_merges=3, val_fraction=0.25)
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(237)
     config = e.config = ModelConfig(vocab_size=10, context=3, max_context=5,
                                     width=4, heads=2, hidden=5, layers=1)
     e.params = {name: rng.integers(5, 16, shape) / 10 if name.endswith("_g")
@@ -212,9 +215,10 @@ def show(name, array, digits=4):
         for i, part in enumerate(array):
             show(f"{name}[{i}]", part, digits)
         return
-    for i, row in enumerate(np.atleast_2d(array)):
-        print(f"{name if i == 0 else '':10}"
-              + "".join(f"{number(v, digits):>{digits + 5}}" for v in row))
+    texts = [[number(value, digits) for value in row] for row in np.atleast_2d(array)]
+    width = max(digits + 5, *(len(text) + 1 for row in texts for text in row))
+    for i, row in enumerate(texts):
+        print(f"{name if i == 0 else '':10}" + "".join(f"{text:>{width}}" for text in row))
 
 
 def demo(function):
@@ -269,10 +273,10 @@ def demo_pre_tokens():
     print(f"cut   {'|'.join(PRE_TOKEN.findall(e.text))}")
     for word, n in count_words(e.text).items():
         print(f"n_w = {n}  for w = {word!r}")
-    awkward = "It's 2 a.m.,\n\n  isn't_it?"
+    awkward = "It's 2 a.m.,\n\n isn't_it?"
     pieces = PRE_TOKEN.findall(awkward)
     print(f"\ntext  {awkward!r}")
-    print(f"cut   {pieces}")
+    print(f"cut   {'|'.join(repr(piece)[1:-1] for piece in pieces)}")
     print(f"glued together the pieces give the text: {''.join(pieces) == awkward}")
 
 
@@ -596,7 +600,7 @@ def demo_split():
     e = example(6)
     train_ids, val_ids = split_ids(e.ids, e.val_fraction)
     N, share = len(e.ids), e.val_fraction
-    print(f"N = {N}, share {share}: (1 - {share}) * {N} = {(1 - share) * N}, cut = {len(train_ids)}")
+    print(f"N = {N}, ρ = {share}: (1 - {share}) * {N} = {(1 - share) * N}, cut = {len(train_ids)}")
     print(f"training    {train_ids.tolist()}")
     print(f"validation  {val_ids.tolist()}")
     print(f"(1 - 0.9) * 10 in floating point is {(1 - 0.9) * 10:.16f}; "
@@ -678,7 +682,8 @@ def window_count(N, T, k):
 
 def demo_window_count():
     print("   N   T   k   (N - T) / k    W   counted")
-    for N, T, k in ((8, 8, 1), (9, 8, 1), (10, 4, 1), (10, 4, 2), (13, 4, 4), (13, 4, 5), (16, 3, 3)):
+    cases = (8, 8, 1), (9, 8, 1), (10, 4, 1), (10, 4, 2), (13, 4, 4), (13, 4, 5), (16, 3, 3)
+    for N, T, k in cases:
         counted = len(make_windows(np.arange(N), T, k)[0])
         print(f"{N:4}{T:4}{k:4}{(N - T) / k:14.2f}{window_count(N, T, k):5}{counted:10}")
 
@@ -756,6 +761,10 @@ if __name__ == "__main__": demo(demo_batches)
 # one tall matrix and multiplied at once, which is far faster than one product for each window.
 # `rows` makes that pile. It copies nothing, it only looks at the same numbers differently.
 #
+# A sum is a matrix product too: a column of ones on the right adds up each row, a row of ones on
+# the left adds up each column. This is the 1 of the equations, and for small arrays several times
+# faster than NumPy's own sum. `ones` makes each such column once and keeps it.
+#
 # Shapes at the default sizes:
 #
 #     X (T, d) = (16, 32)    a window going into attention
@@ -765,6 +774,23 @@ if __name__ == "__main__": demo(demo_batches)
 def rows(X):
     """All leading axes piled up: (..., n) seen as (rows, n) (card 10)."""
     return X.reshape(-1, X.shape[-1])
+
+
+@cache
+def ones(n, dtype):
+    """A column (n, 1) of ones (card 10)."""
+    return np.ones((n, 1), dtype)
+
+
+def row_sums(X):
+    """The sum of each row, as a column: (..., n) becomes (..., 1) (card 10)."""
+    return (rows(X) @ ones(X.shape[-1], X.dtype)).reshape(*X.shape[:-1], 1)
+
+
+def column_sums(X):
+    """The sum of each column over all rows: (..., n) becomes (n,) (card 10)."""
+    X = rows(X)
+    return ones(len(X), X.dtype)[:, 0] @ X
 
 
 def demo_matmul():
@@ -780,6 +806,8 @@ def demo_matmul():
           f"{number((X @ W + b)[0, 1], 2)}")
     show("X W + b", X @ W + b, digits=2)
     print(f"two windows piled up: {np.stack([X, X]).shape} seen as {rows(np.stack([X, X])).shape}")
+    show("row sums", row_sums(X)[:, 0], digits=1)
+    show("col. sums", column_sums(X), digits=1)
 
 
 if __name__ == "__main__": demo(demo_matmul)
@@ -804,7 +832,8 @@ if __name__ == "__main__": demo(demo_matmul)
 # %%
 def linear_forward(X, W, b):
     """Y (..., T, c) = X (..., T, a) times W (a, c), plus b (c,) in each row (card 11)."""
-    Y = rows(X) @ W + b                                                     # (T, c)  (11.1)
+    Y = rows(X) @ W                                                         # (T, c)
+    Y += b                                                                  # (T, c)  (11.1)
     return Y.reshape(*X.shape[:-1], W.shape[1])
 
 
@@ -860,10 +889,9 @@ if __name__ == "__main__": demo(demo_linear)
 # %%
 def linear_backward(dY, X, W):
     """dX, dW, db from dY (..., T, c), the input X (..., T, a) and W (a, c) (card 12)."""
-    dY2 = rows(dY)                                                          # (T, c)
-    dW = rows(X).T @ dY2                                                    # (a, c)  (12.2)
-    db = dY2.sum(axis=0)                                                    # (c,)    (12.3)
-    dX = (dY2 @ W.T).reshape(X.shape)                                       # (T, a)  (12.4)
+    dW = rows(X).T @ rows(dY)                                               # (a, c)  (12.2)
+    db = column_sums(dY)                                                    # (c,)    (12.3)
+    dX = (rows(dY) @ W.T).reshape(X.shape)                                  # (T, a)  (12.4)
     return dX, dW, db
 
 
@@ -905,7 +933,7 @@ if __name__ == "__main__": demo(demo_linear_backward)
 # %%
 def relu_forward(Z):
     """A = Z where it is positive, else 0; any shape (card 13)."""
-    A = np.maximum(0, Z)                                                    # (T, F)  (13.1)
+    A = np.maximum(Z, 0)                                                    # (T, F)  (13.1)
     return A
 
 
@@ -964,8 +992,8 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # A network gives scores, any numbers; choosing needs probabilities, positive and with sum 1.
 # Raising e to each score makes all of them positive and keeps their order. Dividing by the sum
-# makes the sum 1. That is softmax. A difference of 1 between two scores becomes a factor of e, about
-# 2.718, between their probabilities.
+# makes the sum 1. That is softmax. A difference of 1 between two scores becomes a factor of e,
+# about 2.718, between their probabilities.
 #
 # There is one danger. exp(1000) is too large for a computer and becomes infinite, and infinite
 # divided by infinite is not a number. So the row's largest score is subtracted first. Then the
@@ -991,7 +1019,7 @@ if __name__ == "__main__": demo(demo_relu_backward)
 def softmax_forward(x):
     """Probabilities p along the last axis of the scores x, of the same shape (card 15)."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))                           # (H, T, T)  (15.1)
-    p = e / e.sum(axis=-1, keepdims=True)                                   # (H, T, T)  (15.2)
+    p = e / row_sums(e)                                                     # (H, T, T)  (15.2)
     return p
 
 
@@ -1044,7 +1072,7 @@ if __name__ == "__main__": demo(demo_softmax)
 # %%
 def softmax_backward(p, dp):
     """dx from the output p and dp = ∂loss/∂p, all of one shape (card 16)."""
-    average = (p * dp).sum(axis=-1, keepdims=True)                          # (H, T, 1)
+    average = row_sums(p * dp)                                              # (H, T, 1)
     dx = p * (dp - average)                                                 # (H, T, T)  (16.2)
     return dx
 
@@ -1087,11 +1115,14 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # 17.3 takes the mean over all positions, so the loss does not depend on how much text it saw. P is
 # kept for the backward pass.
 #
+# The code saves work in two places. It needs logp only at the targets. And it does not raise e to
+# logp, since e^(z - log S) = e^z / S, and e^z is already there.
+#
 # Shapes at the default sizes:
 #
 #     logits (T, V) = (16, V)
 #     y (T,) = (16,)
-#     logp (T, V) = (16, V)
+#     z (T, V) = (16, V)
 #     P (T, V) = (16, V)
 
 # %%
@@ -1106,9 +1137,11 @@ def cross_entropy_forward(logits, y):
     if y.min() < 0 or y.max() >= V:
         raise ValueError(f"targets must be ids from 0 to {V - 1}, got {y.min()} to {y.max()}")
     z = rows(logits) - rows(logits).max(axis=-1, keepdims=True)             # (T, V)  (17.1)
-    logp = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))                # (T, V)  (17.2)
-    loss = -logp[np.arange(y.size), y.ravel()].mean()                       #         (17.3)
-    P = np.exp(logp)                                                        # (T, V)  (17.4)
+    e = np.exp(z)                                                           # (T, V)
+    S = row_sums(e)                                                         # (T, 1)
+    logp = z[np.arange(y.size), y.ravel()] - np.log(S[:, 0])                # (T,)    (17.2)
+    loss = -logp.mean()                                                     #         (17.3)
+    P = e / S                                                               # (T, V)  (17.4)
     return float(loss), P.reshape(logits.shape)
 
 
@@ -1154,8 +1187,8 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 #
 # In words: push the target's logit up by what is missing to probability 1, and push every other
 # logit down by the probability it was wrongly given. Each row sums to 0. With a batch, T in 18.2 is
-# the number of all positions, because the mean in 17.3 is over all of them. The 1 is subtracted on
-# a copy, since P belongs to the caller.
+# the number of all positions, because the mean in 17.3 is over all of them. The division makes a
+# new array, so P, which belongs to the caller, stays as it is.
 #
 # Shapes at the default sizes:
 #
@@ -1165,9 +1198,8 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # %%
 def cross_entropy_backward(P, y):
     """dlogits (..., T, V) from the probabilities P (..., T, V) and targets y (..., T) (card 18)."""
-    dlogits = rows(P).copy()                                                # (T, V)
-    dlogits[np.arange(y.size), y.ravel()] -= 1
-    dlogits /= y.size                                                       # (T, V)  (18.2)
+    dlogits = rows(P) / y.size                                              # (T, V)
+    dlogits[np.arange(y.size), y.ravel()] -= 1 / y.size                     # (T, V)  (18.2)
     return dlogits.reshape(P.shape)
 
 
@@ -1214,7 +1246,8 @@ def perplexity(loss):
 def demo_perplexity():
     for n in (1, 2, 10, 65):
         loss, _ = cross_entropy_forward(np.zeros((1, n)), np.array([n - 1]))
-        print(f"an even guess among {n:2}: loss {loss:.4f}, perplexity {perplexity(loss):.4f}")
+        print(f"an even guess among {n:2}: loss {number(loss, 4)}, "
+              f"perplexity {number(perplexity(loss), 4)}")
     print(f"loss 1.5 -> perplexity {perplexity(1.5):.4f}")
     print(f"losses 1 and 3: exp of the mean {perplexity(2):.4f}, "
           f"mean of the exps {(perplexity(1) + perplexity(3)) / 2:.4f}")
@@ -1241,10 +1274,6 @@ if __name__ == "__main__": demo(demo_perplexity)
 # The gain γ and the offset β are learned, one of each for each feature (column), so the network can
 # undo the standard size where that helps. Kept for the backward pass: Xhat, s and γ.
 #
-# The mean of a row is its sum divided by d. `row_mean` forms that sum as a product with a column of
-# ones, times 1/d. It is 20.1 as it stands, and for the short rows of a GPT several times faster
-# than NumPy's own mean.
-#
 # Shapes at the default sizes:
 #
 #     X (T, d) = (16, 32)
@@ -1259,8 +1288,8 @@ EPS = 1e-5                                                                  # ε
 
 
 def row_mean(X):
-    """The mean of each row, kept as a column: (..., d) becomes (..., 1) (card 20)."""
-    return X.mean(axis=-1, keepdims=True)
+    """The mean of each row, as a column: (..., d) becomes (..., 1) (card 20)."""
+    return row_sums(X) / X.shape[-1]
 
 
 def layer_norm_forward(X, gamma, beta):
@@ -1408,8 +1437,8 @@ def layer_norm_backward(dY, cache):
     Xhat, s, gamma = cache
     dXhat = dY * gamma                                                      # (T, d)  (22.1)
     dX = s * (dXhat - row_mean(dXhat) - Xhat * row_mean(dXhat * Xhat))      # (T, d)  (22.2)
-    dgamma = rows(dY * Xhat).sum(axis=0)                                    # (d,)    (22.3)
-    dbeta = rows(dY).sum(axis=0)                                            # (d,)    (22.4)
+    dgamma = column_sums(dY * Xhat)                                         # (d,)    (22.3)
+    dbeta = column_sums(dY)                                                 # (d,)    (22.4)
     return dX, dgamma, dbeta
 
 
@@ -1462,7 +1491,7 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 def xavier_uniform(rng, fan_in, fan_out):
     """A random matrix W (fan_in, fan_out) in float64 (card 23)."""
     a = math.sqrt(6 / (fan_in + fan_out))                                   #         (23.1)
-    W = rng.uniform(-a, a, (fan_in, fan_out))                               # (fan_in, fan_out)  (23.2)
+    W = rng.uniform(-a, a, (fan_in, fan_out))                               # (d, F)  (23.2)
     return W
 
 
@@ -1610,9 +1639,9 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 #
 # Here hides a trap. `dE[ids] += dX0` looks right, but with an id that occurs twice, NumPy reads the
 # old row twice, adds once to each copy and writes one over the other: a contribution is lost. They
-# must all be added. One way is a loop over the positions. A faster one is a matrix product: row v
-# of onehotᵀ has a 1 at every t with i_t = v and zeros elsewhere, so (onehotᵀ dX0)_v is just the sum
-# of 27.2. It also adds in a fixed order.
+# must all be added. So the positions are sorted by their id. Then those of one token stand side by
+# side, each run of them begins where the sorted ids change, and `np.add.reduceat` adds up the rows
+# of each run: that is the sum of 27.2. The sort is stable, so the order of the sum is fixed.
 #
 # With a batch, a token row collects from all windows, and a position row from the same position of
 # all windows. Rows that no position used get exactly 0.
@@ -1626,12 +1655,14 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # %%
 def embed_backward(dX0, ids, params):
     """d_tok_emb (V, d), d_pos_emb (Tmax, d) from dX0 (..., T, d) and ids (..., T) (card 27)."""
-    V, T, d = len(params["tok_emb"]), *dX0.shape[-2:]
-    onehot = np.zeros((ids.size, V), dX0.dtype)                             # (T, V)
-    onehot[np.arange(ids.size), ids.ravel()] = 1
-    d_tok_emb = onehot.T @ rows(dX0)                                        # (V, d)  (27.2)
+    T, d = dX0.shape[-2:]
+    order = np.argsort(ids, axis=None, kind="stable")                       # (T,)
+    sorted_ids = ids.ravel()[order]                                         # (T,)
+    runs = np.flatnonzero(np.diff(sorted_ids, prepend=-1))                  # (distinct ids,)
+    d_tok_emb = np.zeros_like(params["tok_emb"])                            # (V, d)
+    d_tok_emb[sorted_ids[runs]] = np.add.reduceat(rows(dX0)[order], runs)   #         (27.2)
     d_pos_emb = np.zeros_like(params["pos_emb"])                            # (Tmax, d)
-    d_pos_emb[:T] = dX0.reshape(-1, T, d).sum(axis=0)                       #         (27.3)
+    d_pos_emb[:T] = column_sums(dX0.reshape(-1, T * d)).reshape(T, d)       #         (27.3)
     return d_tok_emb, d_pos_emb
 
 
@@ -1696,10 +1727,15 @@ def project_qkv(Xn, block):
 def demo_qkv():
     e = example(28)
     show("Xn", e.Xn)
-    for name, M in zip("QKV", project_qkv(e.Xn, e.block)):
-        show(f"w{name.lower()}", e.block[f"w{name.lower()}"], digits=1)
-        show(f"b{name.lower()}", e.block[f"b{name.lower()}"], digits=1)
-        show(name, M)
+    show("wq", e.block["wq"], digits=1)
+    show("bq", e.block["bq"], digits=1)
+    Q, K, V = project_qkv(e.Xn, e.block)
+    show("Q", Q)
+    show("K", K)
+    show("V", V)
+    terms = " + ".join(f"({number(x, 4)})({number(w, 1)})"
+                       for x, w in zip(e.Xn[0], e.block["wq"][:, 1]))
+    print(f"Q_01 = {terms}\n       + ({number(e.block['bq'][1], 1)}) = {number(Q[0, 1], 4)}")
 
 
 if __name__ == "__main__": demo(demo_qkv)
@@ -1866,7 +1902,7 @@ def demo_scaling():
     rng = np.random.default_rng(2)
     for dh in (4, 64):
         q, k = (math.sqrt(3) * (2 * rng.random((200, dh)) - 1) for _ in range(2))
-        print(f"random numbers of variance 1, dh = {dh:2}: scores have standard deviation "
+        print(f"variance 1, dh = {dh:2}: scores have standard deviation "
               f"{scores(q, k).std():.2f}, scaled {scaled_scores(q, k).std():.2f}")
     e = example(32)
     show("Qh KhT", scores(e.Qh, e.Kh))
@@ -1935,7 +1971,7 @@ def attention_weights(Qh, Kh):
 
 
 def demo_attention_softmax():
-    S = np.array([[0.0, 7.0, 9.0], [math.log(1), math.log(4), 5.0], [math.log(2), 0.0, math.log(5)]])
+    S = np.array([[0.0, 7.0, 9.0], np.log([1.0, 4.0, 99.0]), np.log([2.0, 1.0, 5.0])])
     show("S", S)
     show("masked", causal_mask(S))
     show("A", softmax_forward(causal_mask(S)))
@@ -2044,7 +2080,7 @@ if __name__ == "__main__": demo(demo_merge_heads)
 
 # %%
 def attention_forward(Xn, block, heads):
-    """out (..., T, d) and the cache for attention_backward, from Xn (..., T, d) (cards 28 to 37)."""
+    """out (..., T, d) and the cache for attention_backward, from Xn (..., T, d) (card 37)."""
     Q, K, V = project_qkv(Xn, block)                                        # (T, d)
     Qh, Kh, Vh = (split_heads(M, heads) for M in (Q, K, V))                 # (H, T, dh)  (30.1)
     A = attention_weights(Qh, Kh)                                           # (H, T, T)
@@ -2151,25 +2187,22 @@ def attention_backward(dOut, cache, block):
 def demo_attention_backward():
     e = example(38)
     dXn, grads = attention_backward(e.dY, e.att_cache, e.block)
-    A, Vh, Kh = e.A[0], e.Vh[0], e.Kh[0]
     dOh = split_heads(e.dY @ e.block["wo"].T, 2)[0]
-    dA = dOh @ Vh.T
-    dS = softmax_backward(A, dA)
+    dA = dOh @ e.Vh[0].T
     show("dOut", e.dY, digits=1)
-    print("head 0, step by step:")
+    print("head 0, down to its scores:")
     show("dOh", dOh)
     show("dA", dA)
-    show("A", A)
-    show("dS", dS)
-    show("dQh", dS @ Kh / math.sqrt(2))
-    print("both heads, down to the input:")
-    show("dwq", grads["wq"])
-    show("dbo", grads["bo"])
-    show("dbk", grads["bk"])
+    show("dS", softmax_backward(e.A[0], dA))
+    print("both heads, the first row of each dW, each db, and dXn:")
+    for name in "qkvo":
+        show(f"dw{name} row 0", grads[f"w{name}"][0])
+    for name in "qkvo":
+        show(f"db{name}", grads[f"b{name}"])
     show("dXn", dXn)
     shifted = dict(e.block, bk=e.block["bk"] + 5)
     same = np.allclose(attention_forward(e.Xn, shifted, 2)[0], e.att, rtol=0, atol=1e-12)
-    print(f"5 added to every key bias leaves the output as it is: {same}")
+    print(f"5 added to each key bias leaves the output as it is: {same}")
 
 
 if __name__ == "__main__": demo(demo_attention_backward)
@@ -2395,7 +2428,8 @@ def demo_residual_backward():
     for step in (h, -h):
         X[1, 2] = e.X0[1, 2] + step
         losses.append((block_forward(X, e.block, 2)[0] * e.dY).sum())
-    print(f"dX_12 = {dX[1, 2]:.4f}, measured by moving X_12: {(losses[0] - losses[1]) / (2 * h):.4f}")
+    slope = (losses[0] - losses[1]) / (2 * h)
+    print(f"dX_12 = {dX[1, 2]:.4f}, measured by moving X_12: {slope:.4f}")
 
 
 if __name__ == "__main__": demo(demo_residual_backward)
@@ -2431,8 +2465,7 @@ def init_params(config, rng, dtype=np.float32):
 
 
 def demo_init():
-    config = ModelConfig(vocab_size=10, context=3, max_context=5, width=4, heads=2, hidden=5, layers=1)
-    params = init_params(config, np.random.default_rng(4), np.float64)
+    params = init_params(example(43).config, np.random.default_rng(4), np.float64)
     for name, W in params.items():
         if W.ndim == 2:
             a = math.sqrt(6 / sum(W.shape))
@@ -2448,9 +2481,9 @@ if __name__ == "__main__": demo(demo_init)
 # %% [markdown]
 # ### 44. Parameter count
 #
-# How many numbers does the model learn? A block has four d-by-d matrices with a bias each, 4d² + 4d;
-# the feed-forward layer with 2dF + F + d; two LayerNorms with 2d each. Outside the blocks stand the
-# token table Vd, the head Vd + V, the position table Tmax d and the last LayerNorm 2d.
+# How many numbers does the model learn? A block has four d-by-d matrices with a bias each,
+# 4d² + 4d; the feed-forward layer with 2dF + F + d; two LayerNorms with 2d each. Outside the blocks
+# stand the token table Vd, the head Vd + V, the position table Tmax d and the last LayerNorm 2d.
 #
 #     n_block = 4d² + 2dF + F + 9d                                                       (44.1)
 #     n_params = (2d + 1) V + (Tmax + 2) d + L (4d² + 2dF + F + 9d)                      (44.2)
@@ -2736,7 +2769,6 @@ def demo_check_params():
     verdict = lambda error: "agrees" if error < 1e-4 else f"WRONG, error {error:.4f}"
     worst = check_params(e.params, e.x, e.y, e.config, np.random.default_rng(0), samples=4)
     for name in ("tok_emb", "pos_emb", "block0.bk", "block0.ff1_w", "lnf_g", "head_w"):
-        loss, grads = loss_and_grads(e.params, e.x, e.y, e.config)
         print(f"{name:13} {verdict(worst[name])}")
     print(f"all {len(worst)} arrays agree: {max(worst.values()) < 1e-4}")
     slope = numerical_grad(lambda b: cross_entropy_forward(
@@ -2788,6 +2820,9 @@ if __name__ == "__main__": demo(demo_check_params)
 # costs little, and pulling a gain towards 0 would silence its feature. Rows of the position table
 # that no window uses get no gradient, but they decay.
 #
+# In code, 50.1 reads m + (1 - β1)(g - m), which is the same with the brackets multiplied out: m
+# moves a share 1 - β1 of the way to g. 50.2 likewise.
+#
 # The rule treats each number alone. So all arrays can be laid end to end in one long vector, and
 # each line below, written once, serves the whole model: a dozen NumPy calls instead of a dozen for
 # each array. `pieces` are views into the long vector of steps, one for each name, in the shape of
@@ -2824,10 +2859,10 @@ class AdamW:
         """One update of the arrays in params, with the learning rate lr (card 50)."""
         g, w, m, v = self.end_to_end(grads), self.end_to_end(params), self.flat_m, self.flat_v
         self.t += 1
-        m[:] = self.beta1 * m + (1 - self.beta1) * g                        #         (50.1)
-        v[:] = self.beta2 * v + (1 - self.beta2) * g * g                    #         (50.2)
-        mhat = m / (1 - self.beta1 ** self.t)                               #         (50.3)
-        vhat = v / (1 - self.beta2 ** self.t)                               #         (50.4)
+        m += (1 - self.beta1) * (g - m)                                     #         (50.1)
+        v += (1 - self.beta2) * (g * g - v)                                 #         (50.2)
+        mhat = m * (1 / (1 - self.beta1 ** self.t))                         #         (50.3)
+        vhat = v * (1 / (1 - self.beta2 ** self.t))                         #         (50.4)
         u = mhat / (np.sqrt(vhat) + self.eps)                               #         (50.5)
         u[:self.n_decay] += self.weight_decay * w[:self.n_decay]            #         (50.6)
         self.flat_step[:] = lr * u
@@ -2838,7 +2873,7 @@ class AdamW:
 def demo_adamw():
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
     opt = AdamW(params, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.2)
-    print("learning rate 0.01, β1 0.9, β2 0.99, λ 0.2; both start at 2 and get the same gradients")
+    print("η = 0.01, β1 = 0.9, β2 = 0.99, λ = 0.2; a matrix and a bias, both 2 at first")
     print(" t     g        m        v     mhat     vhat        u    matrix      bias")
     for g in (0.3, -0.1, 0.2):
         opt.step(params, {"matrix": np.array([[g]]), "bias": np.array([g])}, lr=0.01)
@@ -2847,7 +2882,7 @@ def demo_adamw():
         print(f"{opt.t:2}{g:6.1f}{m:9.4f}{v:9.4f}{mhat:9.4f}{vhat:9.4f}"
               f"{mhat / math.sqrt(vhat):9.4f}{params['matrix'].item():10.5f}"
               f"{params['bias'].item():10.5f}")
-    print("first step: 2 - 0.01 * (1 + 0.2 * 2) = 1.986 for the matrix, 2 - 0.01 = 1.99 for the bias")
+    print("first step: matrix 2 - 0.01 * (1 + 0.2 * 2) = 1.986, bias 2 - 0.01 * 1 = 1.99")
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
     AdamW(params, weight_decay=0.2).step(params, {k: 0 * w for k, w in params.items()}, lr=0.01)
     print(f"gradient 0: matrix {params['matrix'].item():.4f}, bias {params['bias'].item():.4f}")
@@ -2877,9 +2912,11 @@ if __name__ == "__main__": demo(demo_adamw)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
 #
 # k runs over the names, i over all entries of an array. One norm serves all: clipping each array by
-# itself would change the direction. Gradients are never lengthened. The squares are summed in
-# float64, where neither 1e19 squared nor 1e-23 squared is lost. A norm that is not finite is
-# returned as it is and nothing is scaled; it is the caller's sign to stop (see `train`).
+# itself would change the direction. Gradients are never lengthened. The squares of each array are
+# one product of the array with itself. In float32 the square of 1e20 is too large to be held and
+# that of 1e-23 too small; where the sum comes near such limits, it is formed again in float64. A
+# norm that is not finite is returned as it is and nothing is scaled; it is the caller's sign to
+# stop (see `train`).
 #
 # Shapes: values change, shapes do not.
 
@@ -2888,8 +2925,10 @@ def clip_grad_norm(grads, max_norm):
     """The norm of all gradients before clipping, a float; scales them in place (card 51)."""
     if not max_norm > 0:
         raise ValueError(f"the largest norm must be above 0, got {max_norm}")
-    squares = [np.square(g, dtype=np.float64).sum() for g in grads.values()]
-    norm = math.sqrt(sum(squares))                                          #         (51.1)
+    squares = sum(float(np.vdot(g, g)) for g in grads.values())
+    if not 1e-30 < squares < 1e30:
+        squares = sum(float(np.square(g, dtype=np.float64).sum()) for g in grads.values())
+    norm = math.sqrt(squares)                                               #         (51.1)
     if max_norm < norm < math.inf:
         for g in grads.values():
             g *= max_norm / norm                                            #         (51.2)
@@ -2995,16 +3034,16 @@ LARGE = 2 ** 16                                     # B · T · d from which a b
 def batch_loss_and_grads(params, xb, yb, config):
     """Mean loss and gradients over the windows xb, yb (B, T); ValueError for none (card 53)."""
     B = len(xb)                                                             #         (53.1)
-    cut = B // 2 if xb.size * config.width >= LARGE else 0
-    parts = [part for part in (slice(0, cut), slice(cut, B)) if part.stop > part.start or B == 0]
+    if B < 2 or xb.size * config.width < LARGE:
+        return loss_and_grads(params, xb, yb, config)       # one part, whose share is 1
+    parts = slice(0, B // 2), slice(B // 2, B)
     work = lambda part: loss_and_grads(params, xb[part], yb[part], config)
-    loss, gbar = 0.0, {}
+    loss, gbar = 0.0, {k: np.zeros_like(W) for k, W in params.items()}
     for part, (loss_i, g) in zip(parts, (WORKER.map if WORKER else map)(work, parts)):
-        share = (part.stop - part.start) / max(B, 1)
+        share = (part.stop - part.start) / B
         loss += loss_i * share                                              #         (53.2)
-        for k in g:
-            g[k] *= share
-            gbar[k] = gbar[k] + g[k] if k in gbar else g[k]                 #         (53.3)
+        for k in gbar:
+            gbar[k] += g[k] * share                                         #         (53.3)
     return loss, gbar
 
 
@@ -3131,12 +3170,11 @@ def greedy(z):
 def demo_greedy():
     for z in ([2.0, 5.0, 5.0], [0.3, -1.0, 0.2]):
         print(f"z = {z}: next = {greedy(np.array(z))}")
-    rng = np.random.default_rng(1)
-    z = np.array([1.0, 1.2, 1.1])
-    for temperature in (1e-7, 1.0):
-        drawn = [sample_next(z, rng, temperature) for _ in range(12)] \
-            if "sample_next" in globals() else [greedy(z)] * 12
-        print(f"z = {z.tolist()}, τ = {temperature:g}: {drawn}")
+    e = example(56)
+    z = e.logits[-1]
+    show("logits", z, digits=2)
+    print(f"the running example: next = {greedy(z)}, the token {e.tokenizer.itos[greedy(z)]!r}; "
+          f"the text has {e.tokenizer.itos[e.y[-1]]!r}")
 
 
 if __name__ == "__main__": demo(demo_greedy)
@@ -3367,10 +3405,11 @@ def demo_autoregressive_loop():
     rng = np.random.default_rng(0)
     opt = AdamW(e.params, weight_decay=0.0)
     ids = e.tokenizer.encode("she")
-    write = lambda: e.tokenizer.decode(generate(e.params, e.config, ids, 12, rng, temperature=0))
+    write = lambda: e.tokenizer.decode(generate(e.params, e.config, ids, 14, rng, temperature=0))
     print(f"greedy, untrained:      {write()!r}")
+    xs, ys = make_windows(e.train_ids, 3, stride=1)
     for step in range(60):
-        loss, grads = batch_loss_and_grads(e.params, e.xs, e.ys, e.config)
+        loss, grads = batch_loss_and_grads(e.params, xs, ys, e.config)
         opt.step(e.params, grads, lr=0.05)
     print(f"greedy, after 60 steps: {write()!r}")
     print(f"training loss {loss:.2f}; the text: {e.text!r}")
@@ -3625,8 +3664,8 @@ def prepare_data(text, tokenizer, s):
     for part, name in ((train_ids, "training"), (val_ids, "validation")):
         if len(part) <= s.context and (name == "training" or s.val_fraction):
             raise ValueError(
-                f"the {name} part has {len(part)} tokens and needs {s.context + 1} (--context + 1): "
-                f"take a longer text, a smaller --context or another --val-fraction")
+                f"the {name} part has {len(part)} tokens and needs {s.context + 1} (--context + 1):"
+                f" take a longer text, a smaller --context or another --val-fraction")
     return make_windows(train_ids, s.context, s.stride), make_windows(val_ids, s.context, s.context)
 
 
@@ -3834,7 +3873,8 @@ def warn_unknown(tokenizer, text, where):
     """Name the characters that will be read as <unk>, in one line on stderr."""
     unknown = tokenizer.unknown(text)
     if unknown:
-        named = ", ".join(f"{char!r} U+{ord(char):04X} at {text.index(char)}" for char in unknown[:8])
+        named = ", ".join(f"{char!r} U+{ord(char):04X} at {text.index(char)}"
+                          for char in unknown[:8])
         print(f"warning: {where} has characters the model never saw, read as {UNK}: {named}"
               + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""), file=sys.stderr)
 
@@ -3847,7 +3887,7 @@ def print_text(text):
     print(text, flush=True)
 
 
-def generate_command(options):
+def run_generate(options):
     """Print the prompt and what the model writes after it."""
     checkpoint = load_checkpoint(options.model)
     tokenizer = checkpoint.tokenizer
@@ -3861,9 +3901,10 @@ def generate_command(options):
     return 0
 
 
-def gradcheck_command(options):
+def run_gradcheck(options):
     """Check every gradient of a small float64 model; exit code 1 where one is wrong (card 49)."""
-    config = ModelConfig(vocab_size=11, context=5, max_context=7, width=6, heads=2, hidden=9, layers=2)
+    config = ModelConfig(vocab_size=11, context=5, max_context=7,
+                         width=6, heads=2, hidden=9, layers=2)
     rng = np.random.default_rng(options.seed)
     params = init_params(config, rng, np.float64)
     for name, W in params.items():
@@ -3881,32 +3922,33 @@ def gradcheck_command(options):
 
 
 def cards():
-    """[(number, slug, title, direction, function, line, demo)], read from this file's headings."""
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    index = []
-    for i, line in enumerate(lines, 1):
-        if match := re.match(r"# ### (\d+)\. (.*)", line):
-            title, direction = match[2], re.search(r"\((forward|backward)\)$", match[2])
-            index.append([int(match[1]), "", title, "", "", i, None])
-        elif match := re.match(r"(?:def|class) (\w+)", line):
-            if index and match[1].startswith("demo_"):
-                index[-1][1] = match[1][len("demo_"):].replace("_", "-")
+    """[(number, slug, title, direction, functions, line, demo)], read from this file itself."""
+    index, numbered = [], enumerate(Path(__file__).read_text(encoding="utf-8").splitlines(), 1)
+    for i, line in numbered:
+        if line == "# ## The program":
+            break
+        if match := re.match(r"# ### (\d+)\. (.+)", line):
+            title = re.sub(r" \((forward|backward)\)$", "", match[2])
+            words = re.findall(r"backward|forward\b", match[2])
+            index.append([int(match[1]), "", title, words[-1] if words else "", [], i, None])
+        elif index and (match := re.match(r"(?:def|class) (\w+)", line)):
+            if match[1].startswith("demo_"):
+                index[-1][1] = match[1].removeprefix("demo_").replace("_", "-")
                 index[-1][6] = globals()[match[1]]
-            elif index and index[-1][6] is None:
-                index[-1][4] = match[1]
-    for card in index:
-        if match := re.search(r"(forward|backward)\)?$|\b(backward)\b", card[2]):
-            card[3] = match[1] or match[2]
-        card[2] = re.sub(r" \((forward|backward)\)$", "", card[2])
-    return [tuple(card) for card in index]
+            elif index[-1][6] is None:
+                index[-1][4].append(match[1])
+    return [(n, slug, title, direction, ", ".join(functions), i, play)
+            for n, slug, title, direction, functions, i, play in index]
 
 
-def demo_command(options):
+def play_demos(options):
     """Play the demos of the named cards, or all."""
     index = cards()
     if options.list:
-        for n, slug, title, direction, function, line, _ in index:
-            print(f"{n:2}  {slug:22} {title:33} {direction:9} {function:22} line {line}")
+        for n, slug, title, direction, functions, line, _ in index:
+            print(f"{n:2}  {slug:22}  line {line:4}  {title}"
+                  + (f" ({direction})" if direction and direction not in title else "")
+                  + (f": {functions}" if functions else ""))
         return 0
     known = {str(card[0]): card for card in index} | {card[1]: card for card in index}
     chosen = []
@@ -3932,7 +3974,8 @@ TOUR = """tinygpt is a GPT in one file, a book that runs. Type, in this order:
   python tinygpt.py demo softmax       the worked example of one card; 'demo --list' names all 61
   python tinygpt.py gradcheck          hold every gradient against central differences
 
-Then open tinygpt.py and read it from the top. 'python tinygpt.py COMMAND --help' has the options."""
+Then open tinygpt.py and read it from the top. 'python tinygpt.py COMMAND --help' has the options.
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -3964,7 +4007,7 @@ def build_parser():
     for name, (default, check, help) in (SIZES | TRAINING).items():
         add(p, name, None, check, f"{help} ({default})")
 
-    p = command("generate", generate_command, "let a trained model write")
+    p = command("generate", run_generate, "let a trained model write")
     p.add_argument("--model", default="tinygpt.npz", metavar="FILE", help="(tinygpt.npz)")
     p.add_argument("--prompt", default="", metavar="TEXT",
                    help="the text to go on from; empty: a line end")
@@ -3975,11 +4018,11 @@ def build_parser():
         "keep the likeliest tokens up to this total probability; 1: all (1)")
     add(p, "seed", 0, number_type(int, 0), "another seed writes another text (0)")
 
-    p = command("demo", demo_command, "play the worked examples of the cards, all or some")
+    p = command("demo", play_demos, "play the worked examples of the cards, all or some")
     p.add_argument("names", nargs="*", metavar="NAME", help="a card's name or number")
     p.add_argument("--list", action="store_true", help="list the cards")
 
-    p = command("gradcheck", gradcheck_command, "hold every gradient against central differences")
+    p = command("gradcheck", run_gradcheck, "hold every gradient against central differences")
     add(p, "samples", 20, whole, "entries drawn from each array (20)")
     add(p, "seed", 0, number_type(int, 0), "seed of model and entries (0)")
     return parser
@@ -3997,7 +4040,7 @@ def main(argv=None):
     try:
         options = build_parser().parse_args(argv)
         if options.command is None:
-            print(TOUR)
+            print(TOUR, end="")
             return 0
         code = options.run(options)
         sys.stdout.flush()
