@@ -2146,7 +2146,7 @@ if __name__ == "__main__": demo(demo_output_projection)
 #     dXn = dQ Wqᵀ + dK Wkᵀ + dV Wvᵀ                                                     (38.13)
 #
 # One of these is always zero. The key bias adds q_i · bk to every score of row i, the same number
-# for all keys, and softmax ignores what a whole row has in common (15.3). So the loss cannot depend
+# for all keys, and softmax ignores what a whole row has in common, by 15.3. So the loss cannot depend
 # on it. In the formulas: each row of dS sums to 0, hence so does the sum of dKh over the keys.
 #
 #     dbk = 1ᵀ dK = 0                                                                  † (38.14)
@@ -2264,7 +2264,7 @@ if __name__ == "__main__": demo(demo_ffn)
 # %% [markdown]
 # ### 40. Feed-forward network, backward
 #
-# The same three steps upside down: a linear layer (12.2 to 12.4), ReLU (14.2), a linear layer.
+# The same three steps upside down: a linear layer (12.2 to 12.4), ReLU by 14.2, a linear layer.
 #
 #     dA = dOut W2ᵀ                                                                      (40.1)
 #     dW2 = Aᵀ dOut                                                                      (40.2)
@@ -2703,7 +2703,7 @@ if __name__ == "__main__": demo(demo_central_difference)
 #     rel(a, b) = |a - b| / max(|a|, |b|, ε)                                             (48.1)
 #
 # ε is a floor, one of the three that max chooses from. It keeps two zeros from giving 0/0. It also
-# matters where the true gradient is 0, as for the key bias (38.14): there both numbers are rounding
+# matters where the true gradient is 0, as for the key bias by 38.14: there both numbers are rounding
 # noise, of the size of 1e-11 when the numerical one is rounding divided by 2h, and noise divided by
 # noise would look like a gross error.
 #
@@ -3317,7 +3317,7 @@ if __name__ == "__main__": demo(demo_top_p)
 
 # %%
 def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """What the draw sees: p (V,) after temperature, top-k and top-p (cards 57 to 59).
+    """What the draw sees: p (V,) after temperature, top-k and top-p (cards 57 to 60).
 
     ValueError for a temperature that is negative or not finite, top_k below 0, top_p outside
     (0, 1], or logits with nan, +inf or nothing finite.
@@ -3373,7 +3373,7 @@ if __name__ == "__main__": demo(demo_random_choice)
 #     logits = forward(x),  z = logits[T-1]                                              (61.2)
 #     ids ← ids + [sample_next(z, τ, top_k, top_p)]                                      (61.3)
 #
-# w is the trained window T, not Tmax: rows of the position table past T were never trained (27.3),
+# w is the trained window T, not Tmax: rows of the position table past T were never trained, by 27.3,
 # and the check of 45.1 alone would let them be read. Here T in 61.2 is the length of x, which is
 # less than w while the text is short. Only the last row of the logits is used. The prompt of the
 # caller is not changed.
@@ -3717,9 +3717,9 @@ def train(options):
     sample = lambda: sample_text(checkpoint, s.seed)
     if checkpoint.step == 0:
         say.sample("before training", sample())
-    stop = Stop()
+    stop, stopping = Stop(), False
     with stop, np.errstate(all="ignore"):
-        while checkpoint.step < last and not stop.asked:
+        while checkpoint.step < last and not stopping:
             if checkpoint.step % per_epoch == 0:
                 checkpoint.batch_rng = rng.bit_generator.state
             skip = checkpoint.step % per_epoch              # where a resumed epoch goes on
@@ -3737,15 +3737,18 @@ def train(options):
                 optimizer.step(params, grads, lr)
                 checkpoint.step = t
                 say.step(t, last, loss, lr, xb.size)
-                if t == last or stop.asked or (s.eval_every and t % s.eval_every == 0):
-                    checkpoint.val_loss = (validation_loss(params, val_x, val_y, config)
-                                           if len(val_x) else None)
+                stopping = stop.asked
+                if t == last or (s.eval_every and t % s.eval_every == 0 and not stopping):
+                    if len(val_x):
+                        checkpoint.val_loss = validation_loss(params, val_x, val_y, config)
                     say.measured(checkpoint.val_loss, chars_per_token)
                     save_checkpoint(options.out, checkpoint)
-                if t != last and t in (last // 100, last // 10, last // 2):
-                    say.sample(f"after {t} steps", sample())
-                if t == last or stop.asked:
+                elif stopping:
+                    save_checkpoint(options.out, checkpoint)
+                if stopping or t == last:
                     break
+                if t in (last // 100, last // 10, last // 2):
+                    say.sample(f"after {t} steps", sample())
     again = f"python tinygpt.py train --resume --text {options.text} --out {options.out}"
     if checkpoint.step < last:
         say.line(f"stopped after step {checkpoint.step}; the model is in {options.out}; "
@@ -4010,6 +4013,7 @@ def build_parser():
     p = command("generate", run_generate, "let a trained model write")
     p.add_argument("--model", default="tinygpt.npz", metavar="FILE", help="(tinygpt.npz)")
     p.add_argument("--prompt", default="", metavar="TEXT",
+                   type=lambda text: text.removeprefix("\0"),      # see main
                    help="the text to go on from; empty: a line end")
     add(p, "tokens", 200, number_type(int, 0), "tokens to write (200)")
     add(p, "temperature", 0.8, number_type(float, 0), "0: always the likeliest token (0.8)")
@@ -4031,9 +4035,10 @@ def build_parser():
 def main(argv=None):
     """Run the command line; the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if "--prompt" in argv[:-1]:                     # a prompt may begin with a dash
+    if "--prompt" in argv[:-1]:                     # a prompt may begin with a dash, or be one
         i = argv.index("--prompt")
         argv[i:i + 2] = [f"--prompt={argv[i + 1]}"]
+    argv = [re.sub(r"^--prompt=", "--prompt=\0", arg) for arg in argv]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):          # a narrow console shows what it can
             stream.reconfigure(errors="backslashreplace")
