@@ -41,7 +41,8 @@ except ModuleNotFoundError:
 # A GPT is a program that reads a text and says what comes next, one small piece at a time. This
 # file holds a whole one: the code that cuts text into pieces, the network that scores the next
 # piece, the derivatives that tell each number of the network how to change, the training, and the
-# writing. Nothing is hidden in a library. NumPy multiplies the matrices, and that is all it does.
+# writing. No step of it is left to a library: NumPy does arithmetic on arrays, and every formula it
+# carries out stands here.
 #
 # ## How to read this file
 #
@@ -52,23 +53,27 @@ except ModuleNotFoundError:
 #
 # - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of
 #   the equation, and again at the end of the line of code that carries the equation out.
-# - A dagger † marks an equation that no line of code carries out: a step of a derivation or a fact
-#   worth knowing.
+# - A dagger † marks an equation that no line of the model carries out: a step of a derivation or a
+#   fact worth knowing.
 # - Behind a line that makes an array, a comment gives its shape: `# (T, d)` is T rows, d columns.
 # - Shapes are given for one window of text. The code also takes any further axes in front, so the
 #   same function serves a window (T, d) and a batch of windows (B, T, d).
 # - `dX` is always the derivative of the loss by X. It has the shape of X, since each entry of X
 #   has its own derivative.
 # - A backward function stands beneath its forward function and reads like it upside down.
+# - The loss is one number that says how wrong the model's predictions are. The derivatives of the
+#   loss by all numbers of an array, together, are called its gradient.
 #
-# You need Python and school calculus: the derivative of a sum, of a product, of exp and log, and
-# the chain rule. The chain rule is the engine of the whole book, so here it is in the form that is
-# used throughout. When the loss depends on X only through Y, each entry of X may touch several
-# entries of Y, and their effects add up: dX_i = Σ_j dY_j ∂Y_j/∂X_i.
+# You need Python and school calculus: the derivatives of sums, products, quotients and powers, of
+# exp and the natural log, and the chain rule. ∂Y/∂X is the derivative of Y by X while all else is
+# held fixed. The chain rule is the engine of the whole book, so here it is in the form that is used
+# throughout. When the loss depends on X only through Y, each entry of X may touch several entries
+# of Y, and their effects add up: dX_i = Σ_j dY_j ∂Y_j/∂X_i.
 #
-# What this GPT leaves out, compared with GPT-2: the tokenizer works on characters where GPT-2's
-# works on bytes, the bend in the feed-forward layer is a ReLU where GPT-2 has a GELU, the head has
-# its own matrix where GPT-2 reuses the token table, and nothing is dropped out in training.
+# For those who know GPT-2, the differences: the tokenizer works on characters where GPT-2's works
+# on bytes, the bend in the feed-forward layer is a ReLU where GPT-2 has a GELU, the output layer
+# has its own matrix where GPT-2 reuses the token table, and training switches nothing off at
+# random.
 #
 # ## The letters
 #
@@ -85,21 +90,28 @@ except ModuleNotFoundError:
 #     t        a position in a window; in chapter 8 a step
 #     i, j     indices; in attention i asks and j is asked
 #     Σ_k      the sum over all k
+#     ∈, ⇒, ←  is a member of; hence; is replaced by
+#     argmax   the place at which something is largest
+#     ℝ^(T×a)  all matrices of T rows and a columns
 #     δ_ij     1 where i = j, else 0
 #     1[...]   1 where the condition holds, else 0
 #     1        a column of ones; 1 bᵀ repeats the row b in every row
 #     ᵀ, ⊙     transpose; entry by entry product
 #     ‖, ⌊ ⌋, ⌈ ⌉   size of a vector; rounding down; rounding up
 #
-# V is also the matrix of values in cards 28 to 38, as everywhere in the literature, and A is the
-# activation in the feed-forward layer and the attention weights in attention. The two meanings
-# never meet in one function.
+# Some letters have a second meaning by long custom; the two never meet in one function. V is also
+# the matrix of values in cards 28 to 38. A is the activation in the feed-forward layer and the
+# attention weights in attention. k is the stride in cards 7 and 8, the name of a parameter in cards
+# 51 and 53, and elsewhere an index. β is the offset of LayerNorm, β1 and β2 are rates of the
+# optimizer. ε is always a tiny positive number. And `dh` is a width, the only name with a d in
+# front that is not a derivative.
 #
 # ## The configuration
 #
-# Six numbers fix the shape of a model. With the vocabulary they fix the name and the shape of
-# every array it learns, which `param_shapes` lists. Names with `_g` are gains, those with `_b` or
-# two letters like `bq` are offsets, the rest are matrices.
+# Six numbers and the size of the vocabulary fix the shape of a model: the name and the shape of
+# every array it learns, its parameters, which `param_shapes` lists. The cards explain what each is
+# for. Names that end in `_g` are gains and start at 1; those that end in `_b` or begin with b are
+# offsets, also called biases, and start at 0; the rest are matrices and start random.
 
 # %%
 @dataclass(frozen=True)
@@ -148,21 +160,24 @@ def block_params(params, l):
 # ## The running example
 #
 # One tiny model goes through the whole book: the text below, windows of T = 3 tokens, width d = 4,
-# H = 2 heads, F = 5, one block, and parameters with one decimal, so that a pocket calculator is
-# enough. The sizes differ on purpose: a swapped axis cannot hide. `example(card)` builds
-# everything that the cards before `card` have made of it. Demos that need other numbers bring
-# their own.
+# H = 2 heads, F = 6, one block, and parameters with one decimal, so that a pocket calculator is
+# enough. The sizes differ on purpose, so that a swapped axis shows. `example(card)` builds what the
+# demo of `card` starts from, with the functions of earlier cards only. Two things come early or
+# from outside: the input X0 of chapter 3, which card 26 explains, and the gradient dY, which is
+# made up. Demos that need other numbers bring their own. What is printed is rounded, while the
+# computation goes on with all digits, so the last digit may differ by one or two when you redo a
+# step with the printed numbers.
 #
-# `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When
-# the file runs as a program, the command line decides (see 'The program' at the end).
+# `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
+# file runs as a program, the command line decides (see 'The program' at the end).
 
 # %%
 def example(card):
     """The running example as it stands when `card` begins."""
     e = SimpleNamespace(text="she sees the sea he sees the tea", n_merges=3, val_fraction=0.25)
-    rng = np.random.default_rng(237)
+    rng = np.random.default_rng(2125)
     config = e.config = ModelConfig(vocab_size=10, context=3, max_context=5,
-                                    width=4, heads=2, hidden=5, layers=1)
+                                    width=4, heads=2, hidden=6, layers=1)
     e.params = {name: rng.integers(5, 16, shape) / 10 if name.endswith("_g")
                 else rng.integers(-9, 10, shape) / 10
                 for name, shape in param_shapes(config).items()}
@@ -180,7 +195,7 @@ def example(card):
         e.xs, e.ys = make_windows(e.train_ids, config.context, stride=3)
         e.x, e.y = e.xs[0], e.ys[0]                                         # (3,), (3,)
         e.X0 = e.params["tok_emb"][e.x] + e.params["pos_emb"][:3]           # (3, 4)  as in card 26
-        e.dY = np.array([[0.1, -0.2, 0.3, 0.5], [-0.4, 0.2, 0.1, -0.3], [0.6, 0.1, -0.5, 0.2]])
+        e.dY = np.array([[0.2, -0.3, 0.4, 0.5], [-0.4, 0.1, 0.3, -0.6], [0.7, 0.3, -0.6, 0.2]])
     if card > 27:
         e.Xn, _ = layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])
     if card > 28:
@@ -230,27 +245,28 @@ def demo(function):
 # ## Chapter 1. Tokenizer
 #
 # A network works on numbers, so text must become numbers first. One number per character would do,
-# but then the network spends its effort on spelling. One number per word would leave out every
-# word it has not seen. Byte pair encoding (BPE) lies between: it starts from characters and joins
-# the neighbours that occur together most often, again and again. Frequent words end up as one
-# piece, rare words as a few. The pieces are called tokens.
+# but then the network spends its effort on spelling. One number per word would leave out every word
+# it has not seen. Byte pair encoding (BPE) lies between: it starts from characters and joins the
+# neighbours that occur together most often, again and again. Frequent words end up as one piece,
+# rare words as a few. The pieces are called tokens.
 
 # %% [markdown]
 # ### 1. Pre-tokens and word counts
 #
 # Before pieces are joined, the text is cut into pre-tokens, roughly words, and no token will ever
-# cross such a cut. Without the cut, "e t" might become a token because many words end in e and
-# many begin with t, and the vocabulary would fill up with scraps of two words. A word takes the
-# one blank before it along, so " the" is one pre-token and blanks cost no tokens of their own.
+# cross such a cut. Without the cut, "e t" might become a token because many words end in e and many
+# begin with t, and the vocabulary would fill up with scraps of two words. A word takes the one
+# blank before it along, so " the" is one pre-token and blanks need none of their own.
 #
-# The pattern tries its alternatives from left to right: the endings of English contractions; then
-# letters, digits, or other signs, each with at most one blank before; then blanks and line ends,
-# of which the last is left for the word that follows. Every character matches exactly one of them.
-# That matters: a lost character could never be decoded again. Nothing is normalised either, so
-# text comes back as it went in.
+# The pattern tries its alternatives from left to right: the endings of English contractions, such
+# as 's; then letters, digits, or other signs, each with at most one blank before; then a run of
+# blanks and line ends, whose last character is left for what follows; then what was left of such a
+# run. Every character lands in exactly one piece. That matters: a lost character could never be
+# decoded again. Nothing is normalised either, so text comes back as it went in.
 #
-# The rest of training never looks at the text again, only at each distinct pre-token w and the
-# number of places where it stands. A text of a million words has far fewer distinct ones.
+# Learning the merges, in the next card, never looks at the text again, only at each distinct
+# pre-token w and the number of places where it stands. A text of a million words has far fewer
+# distinct ones.
 #
 #     n_w = |{i : pretoken[i] = w}|                                                       (1.1)
 #
@@ -286,27 +302,26 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # ### 2. Pair frequency and the best pair
 #
 # At the start each pre-token is the list of its characters. Now count every pair of neighbours
-# inside a pre-token. A pre-token that occurs n_w times counts n_w times; toks_w is its present
-# list of tokens.
+# inside a pre-token. A pre-token that occurs n_w times counts n_w times; toks_w is its present list
+# of tokens.
 #
 #     f(a, b) = Σ_w n_w · |{i : toks_w[i] = a, toks_w[i+1] = b}|                          (2.1)
 #     (a*, b*) = argmax over (a, b) of f(a, b)                                            (2.2)
 #
 # The best pair is joined everywhere (card 3), which makes a new token, and the counting starts
-# again. The order in which pairs are joined is all that the tokenizer learns. Each join is called
-# a merge.
+# again. The order in which pairs are joined is all that the tokenizer learns. Each join is called a
+# merge.
 #
-# Two rules are needed where the equations are silent. Among equally frequent pairs the smallest
-# one wins, with (a, b) compared as Python compares tuples of strings. Otherwise the result would
-# depend on the order of a dict. And a pair must occur at least twice: joining a pair that occurs
-# once saves a single token and costs one in the vocabulary. So there may be fewer merges than
-# asked for.
+# Two rules are needed where the equations are silent. Among equally frequent pairs the smallest one
+# wins, with (a, b) compared as Python compares tuples of strings. Otherwise the result would depend
+# on the order of a dict. And a pair must occur at least twice: joining a pair that occurs once
+# saves a single token and costs one in the vocabulary. So there may be fewer merges than asked for.
 #
 # Counting everything anew for each merge is the plain way to carry out 2.1, and slow. A merge
 # changes only the pre-tokens that hold the pair. So `f` is counted once. After each merge, the
 # pre-tokens that changed give back the counts of their old pairs and add those of their new ones.
 # The result is the same sum, because all other terms stay as they were. `places` remembers which
-# pre-tokens hold a pair.
+# pre-tokens hold a pair, or held it once; to visit one in vain does no harm.
 #
 # The maximum is found with a heap, a list that hands out its smallest entry cheaply. Its entries
 # are (-f, pair): the smallest is the most frequent pair, and among equals the smallest pair, just
@@ -367,6 +382,7 @@ def demo_pair_frequency():
         places = " + ".join(f"{n} in {w!r}" for w, n in e.word_counts.items() if a + b in w)
         print(f"{a!r:>4} {b!r:>4}  {count} = {places}")
     print(f"merges in order: {train_bpe(e.word_counts, 3)}")
+    print("the second: ' ' 's', ' ' 't', 's' 'e' tie at 3; the third: ' ' 't', ' s' 'e'")
     print(f"a tie, the smallest pair first: {train_bpe_on_text('nmlknmlk', 3)}")
     print(f"no pair occurs twice:           {train_bpe_on_text('abcdef', 3)}")
 
@@ -380,8 +396,8 @@ if __name__ == "__main__": demo(demo_pair_frequency)
 #
 #     [..., a*, b*, ...] → [..., a*b*, ...]   (a*b* is one token)                         (3.1)
 #
-# The scan goes from left to right and jumps over both tokens of a hit. So a a a becomes aa a:
-# the middle a is used up by the first hit, although card 2 counted the pair (a, a) twice here.
+# The scan goes from left to right and jumps over both tokens of a hit. So a a a becomes aa a: the
+# middle a is used up by the first hit, although card 2 counted the pair (a, a) twice here.
 #
 # Shapes: none; a list of tokens becomes a list that is as long or shorter.
 
@@ -420,15 +436,15 @@ if __name__ == "__main__": demo(demo_apply_merge)
 # %% [markdown]
 # ### 4. The vocabulary
 #
-# The network sees no strings, only whole numbers, called ids. The vocabulary is the list that
-# says which token has which id. `itos` leads from id to string and `stoi` back.
+# The network sees no strings, only whole numbers, called ids. The vocabulary is the list that says
+# which token has which id. `itos` leads from id to string and `stoi` back.
 #
 #     itos = [<unk>] + [characters, first seen first] + [new merged tokens, in merge order]
 #                                                                                         (4.1)
 #
 # Id 0 stands for anything unknown, such as a character that the training text never held. The
-# characters keep their own ids, because a word that no merge fits must still be spelled. 'New'
-# matters: ab + c and a + bc spell the same string abc, which gets one id only.
+# characters keep their own ids, because a word that no merge fits must still be spelled. 'New' says
+# that a string gets one id only, even if two merges should spell it, as ab + c and a + bc would.
 #
 # Shapes: `itos` has V strings. That is the V of the whole book.
 
@@ -475,9 +491,7 @@ def demo_vocabulary():
         kind = "unknown" if i == 0 else "character" if len(token) == 1 else "merged"
         print(f"id {i:2}  {token!r:8} {kind}")
     print(f"V = 1 + {len(set(e.text))} characters + {len(e.merges)} merged = {len(tokenizer.itos)}")
-    twice = build_tokenizer("abc abc xabc xbc ybc zbc", 9)
-    print(f"merges {twice.merges}")
-    print(f"V = 1 + 7 characters + {len(twice.itos) - 8} merged = {len(twice.itos)}")
+    print(f"' s' has id {tokenizer.stoi[' s']}, and id 8 is {tokenizer.itos[8]!r}")
 
 
 if __name__ == "__main__": demo(demo_vocabulary)
@@ -485,30 +499,27 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # %% [markdown]
 # ### 5. Encode and decode
 #
-# To encode a text, cut it into pre-tokens, apply the merges to each, look the tokens up. To
-# decode ids, look the strings up and glue them together. No blank is put between them: blanks are
-# part of the tokens.
+# To encode a text, cut it into pre-tokens, apply the merges to each, look the tokens up. To decode
+# ids, look the strings up and glue them together. No blank is put between them: blanks are part of
+# the tokens.
 #
 #     id(tok) = stoi[tok] if tok in stoi else stoi[<unk>]                                 (5.1)
 #     decode(i_1, ..., i_n) = itos[i_1] + ... + itos[i_n]   (+ joins strings)             (5.2)
 #
 # The merges must be replayed in the order in which they were learned. Taking the longest known
-# token first gives other ids than those the network was trained on. Replaying the whole list for
+# token first can give other ids than those the network was trained on. Replaying the whole list for
 # each pre-token is slow. It is enough to look at the pairs that are there, apply the one with the
-# lowest rank (its place in the list), and go on with higher ranks: a merge whose pair is not
-# there would change nothing. A pre-token is the same wherever it stands, so its ids are kept and
-# not computed a second time.
+# lowest rank (its place in the list), and go on with higher ranks: a merge whose pair is not there
+# would change nothing. A pre-token is the same wherever it stands, so its ids are kept and not
+# computed a second time.
 #
-# Shapes: a text becomes a list of N ids. decode(encode(text)) == text as long as every character
-# is known.
+# Shapes: a text becomes a list of N ids. decode(encode(text)) == text as long as every character is
+# known.
 
 # %%
 def merge_ranks(merges):
-    """{pair: [its places in the list of merges]}; nearly always one place (card 5)."""
-    ranks = defaultdict(list)
-    for rank, pair in enumerate(merges):
-        ranks[pair].append(rank)
-    return dict(ranks)
+    """{pair: its place in the list of merges} (card 5)."""
+    return {pair: rank for rank, pair in enumerate(merges)}
 
 
 def apply_merges(word, merges, ranks=None):
@@ -516,8 +527,7 @@ def apply_merges(word, merges, ranks=None):
     ranks = merge_ranks(merges) if ranks is None else ranks
     tokens, last = list(word), -1
     while True:
-        there = [rank for pair in zip(tokens, tokens[1:]) if pair in ranks
-                 for rank in ranks[pair] if rank > last]
+        there = [rank for pair in zip(tokens, tokens[1:]) if (rank := ranks.get(pair, -1)) > last]
         if not there:
             return tokens
         last = min(there)
@@ -613,18 +623,19 @@ if __name__ == "__main__": demo(demo_split)
 # ### 7. Sliding windows
 #
 # The network reads T tokens at a time and must say, at each of the T places, which token comes
-# next. So an exercise is a window x of T ids, and its answers y are the same ids moved by one
-# place. One window holds T exercises: predict the second token from the first, the third from
-# the first two, and so on.
+# next. So it is given a window x of T ids, and the answers y are the same ids moved by one place.
+# One window holds T exercises: predict the second token from the first, the third from the first
+# two, and so on.
 #
 #     s ∈ {0, k, 2k, ...},  s < N - T                                                     (7.1)
 #     x_s[t] = ids[s + t],      t = 0, ..., T-1                                           (7.2)
 #     y_s[t] = ids[s + t + 1],  t = 0, ..., T-1                                           (7.3)
 #     y_s[t] = x_s[t + 1],      t = 0, ..., T-2                                         † (7.4)
 #
-# Windows start every k places; k is the stride. With k < T they overlap, and a token is met in
-# several places of a window. The bound on s is strict, because the last answer of a window is
-# ids[s + T]: the start s = N - T would read one id past the end.
+# Windows start every k places; k is the stride. With k < T they overlap, and a token of the stream
+# is met in several windows, each time at another place. With k > T some tokens are never an answer.
+# The bound on s is strict, because the last answer of a window is ids[s + T]: the start s = N - T
+# would read one id past the end.
 #
 # Shapes: ids (N,) -> x (W, T), y (W, T); W is counted in card 8.
 
@@ -649,11 +660,12 @@ def demo_windows():
         print(f"T = {T}, stride {stride}: starts {list(range(0, len(ids) - T, stride))}")
         for row_x, row_y in zip(x, y):
             print(f"  x {row_x.tolist()}  y {row_y.tolist()}")
-        left_out = sorted(set(ids[1:].tolist()) - set(y.ravel().tolist()))
+        left_out = sorted(set(ids.tolist()) - set(y.ravel().tolist()))
         print(f"  y is x moved by one: {np.array_equal(y[:, :-1], x[:, 1:])}; "
-              f"never a target: {left_out or 'none'}")
+              f"never a target: {left_out}")
     e = example(7)
     x, y = make_windows(e.train_ids, e.config.context, stride=3)
+    print("the running example, T = 3, stride 3:")
     show("x", x, digits=0)
     show("y", y, digits=0)
 
@@ -669,8 +681,8 @@ if __name__ == "__main__": demo(demo_windows)
 #     W = ⌈(N - T) / k⌉,  N > T                                                           (8.1)
 #
 # A stream of T ids or fewer has no window, and the formula would give zero or less. The program
-# uses this count to judge a text before it starts to train. In whole numbers, rounding up is the
-# floor division of the number turned negative, turned negative again.
+# uses this count to judge a text before it starts to train. Python's // rounds down; with the signs
+# flipped before and after, it rounds up.
 #
 # Shapes: three numbers give one.
 
@@ -702,8 +714,7 @@ if __name__ == "__main__": demo(demo_window_count)
 #
 # The last batch may be smaller; dropping it would waste windows, and with fewer than B windows
 # nothing would be left. Inputs and answers must be shuffled alike, so one order serves both. The
-# order comes from sorting random numbers: the numbers that a seed gives never change between
-# versions of NumPy, while its shuffle may.
+# order comes from sorting random numbers, the plainest thing that a seeded generator gives.
 #
 # Shapes: x (W, T), y (W, T) -> xb (B, T), yb (B, T), again and again
 
@@ -721,6 +732,8 @@ def iterate_batches(x, y, batch, rng):
 def demo_batches():
     e = example(9)
     x, y = make_windows(e.train_ids, 3, stride=2)
+    print("window " + "  ".join(f"{i}: {row.tolist()}" for i, row in enumerate(x[:5])))
+    print("       " + "  ".join(f"{i}: {row.tolist()}" for i, row in enumerate(x[5:], 5)))
     print(f"W = {len(x)} windows, B = 3: {-(-len(x) // 3)} batches")
     rng = np.random.default_rng(5)
     for epoch in (1, 2):
@@ -738,8 +751,9 @@ if __name__ == "__main__": demo(demo_batches)
 # A network is a chain of a few kinds of operation. This chapter writes down each kind twice:
 # forward, to get the result, and backward, to get derivatives. A backward function is handed dY,
 # the derivative of the loss by its output, called the upstream gradient. It returns the derivative
-# of the loss by each of its inputs. It need not know what the loss is or what comes after. So
-# backward functions can be chained in reverse order, and that chaining is backpropagation.
+# of the loss by each of its inputs. It need not know what comes after. So backward functions can be
+# chained in reverse order, and that chaining is backpropagation. The loss itself stands at the end
+# of the chain, and there the backward pass begins (card 18).
 
 # %% [markdown]
 # ### 10. Matrix multiplication (forward)
@@ -757,13 +771,14 @@ if __name__ == "__main__": demo(demo_batches)
 # every row: it shifts output j whatever the input is. NumPy writes X @ W and never this sum in
 # Python.
 #
-# Rows do not see each other in a matrix product. So all windows of a batch can be piled up into
-# one tall matrix and multiplied at once, which is far faster than one product for each window.
-# `rows` makes that pile. It copies nothing, it only looks at the same numbers differently.
+# Rows do not see each other in a matrix product. So all windows of a batch can be piled up into one
+# tall matrix and multiplied at once, which is far faster than one product for each window. `rows`
+# makes that pile. Where the numbers lie in order, it copies nothing and only looks at them
+# differently.
 #
 # A sum is a matrix product too: a column of ones on the right adds up each row, a row of ones on
-# the left adds up each column. This is the 1 of the equations, and for small arrays several times
-# faster than NumPy's own sum. `ones` makes each such column once and keeps it.
+# the left adds up each column. This is the 1 of the equations, and for the arrays of a batch faster
+# than NumPy's own sum. `ones` makes each such column once and keeps it.
 #
 # Shapes at the default sizes:
 #
@@ -796,6 +811,7 @@ def column_sums(X):
 def demo_matmul():
     e = example(10)
     X, W, b = e.X0, e.block["ff1_w"], e.block["ff1_b"]
+    print("X is the window of the running example, as card 26 will make it")
     show("X", X, digits=1)
     show("W", W, digits=1)
     show("b", b, digits=1)
@@ -859,9 +875,9 @@ if __name__ == "__main__": demo(demo_linear)
 #
 # Now the chain rule adds up all outputs that each of them touches.
 #
-# The weight W_kj touches column j of Y, in every row t, and no other column:
-# dW_kj = Σ_t dY_tj X_tk. The sum over t with k first and j second is a matrix product whose left
-# factor is X turned on its side:
+# The weight W_kj touches column j of Y, in every row t, and no other column: dW_kj = Σ_t dY_tj
+# X_tk. The sum over t with k first and j second is a matrix product whose left factor is X turned
+# on its side:
 #
 #     dW = Xᵀ dY                                                                         (12.2)
 #
@@ -874,10 +890,10 @@ if __name__ == "__main__": demo(demo_linear)
 #
 #     dX = dY Wᵀ                                                                         (12.4)
 #
-# There is no other way to fit these shapes together, which is a good way to remember them. db is a
-# sum, not a mean: a bias that serves T rows gets T contributions. With a batch the sums run over
-# the rows of all windows, because one W serves them all. The backward pass needs X and W, but not
-# Y.
+# Where T, a and c differ, there is no other way to fit these shapes together, which is a good way
+# to remember them. db is a sum, not a mean: a bias that serves T rows gets T contributions. With a
+# batch the sums run over the rows of all windows, because one W serves them all. The backward pass
+# needs X and W, but not Y.
 #
 # Shapes at the default sizes, for the layer that feeds the hidden layer:
 #
@@ -897,18 +913,19 @@ def linear_backward(dY, X, W):
 
 def demo_linear_backward():
     e = example(12)
-    X, W = e.X0, e.block["wq"]
-    dX, dW, db = linear_backward(e.dY, X, W)
+    X, W = e.X0, e.block["ff1_w"]
+    dY = np.hstack([e.dY, -2 * e.dY[:, 1:3]])                               # (3, 6)
+    dX, dW, db = linear_backward(dY, X, W)
     show("X", X, digits=1)
     show("W", W, digits=1)
-    show("dY", e.dY, digits=1)
+    show("dY", dY, digits=1)
     show("dW", dW, digits=2)
     show("db", db, digits=2)
     show("dX", dX, digits=2)
-    terms = " + ".join(f"({number(x, 1)})({number(g, 1)})" for x, g in zip(X[:, 1], e.dY[:, 0]))
+    terms = " + ".join(f"({number(x, 1)})({number(g, 1)})" for x, g in zip(X[:, 1], dY[:, 0]))
     print(f"dW_10 = {terms} = {number(dW[1, 0], 2)}")
-    terms = " + ".join(f"({number(g, 1)})({number(w, 1)})" for g, w in zip(e.dY[2], W[3]))
-    print(f"dX_23 = {terms} = {number(dX[2, 3], 2)}")
+    terms = " + ".join(f"({number(g, 1)})({number(w, 1)})" for g, w in zip(dY[2, :3], W[3, :3]))
+    print(f"dX_23 = {terms} + ... = {number(dX[2, 3], 2)}")
 
 
 if __name__ == "__main__": demo(demo_linear_backward)
@@ -918,7 +935,8 @@ if __name__ == "__main__": demo(demo_linear_backward)
 #
 # Two linear layers in a row are no better than one: (X W) W' = X (W W') is a single matrix again.
 # Something that is not linear must stand between them. The simplest bend does it: keep what is
-# positive, replace the rest by 0. The name is short for rectified linear unit.
+# positive, replace the rest by 0. The name is short for rectified linear unit. Z is the output of
+# the first layer, with a column for each of F hidden numbers.
 #
 #     A_ti = max(0, Z_ti)                                                                (13.1)
 #
@@ -1059,10 +1077,10 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 #     dx_j = p_j (dp_j - Σ_i p_i dp_i)                                                   (16.2)
 #
-# In words: what counts is how much more a probability is wanted than the average one, where the
-# average is taken under p. So a gradient that is the same for all probabilities does nothing: they
-# cannot all rise. And dx sums to 0 along each row. The matrix of 16.1 is never built. Only the
-# output p is needed, not the scores.
+# In words: what counts is how much more a probability raises the loss than the average one does,
+# where the average is taken under p. So a gradient that is the same for all probabilities does
+# nothing: they cannot all rise. And dx sums to 0 along each row. The matrix of 16.1 is never built.
+# Only the output p is needed, not the scores.
 #
 # Shapes at the default sizes, where attention uses it:
 #
@@ -1090,7 +1108,8 @@ def demo_softmax_backward():
     show("row sums", dx.sum(axis=-1), digits=3)
     matrix = p[0][:, None] * (np.eye(3) - p[0])                             # (3, 3)  as 16.1
     show("16.1", matrix, digits=3)
-    show("dp @ it", dp[0] @ matrix, digits=3)
+    print("row 0 of dp times the matrix of 16.1 for row 0 of p:")
+    show("", dp[0] @ matrix, digits=3)
 
 
 if __name__ == "__main__": demo(demo_softmax_backward)
@@ -1109,8 +1128,8 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 #     loss = -(1/T) Σ_t logp[t, y_t]                                                     (17.3)
 #     P_tv = exp(logp_tv)                                                                (17.4)
 #
-# 17.2 is the logarithm of the softmax, worked out: log(e^z / Σ e^z) = z - log Σ e^z. Taking the
-# log of a finished softmax would fail, because a tiny probability is rounded to 0 and its log is
+# 17.2 is the logarithm of the softmax, worked out: log(e^z / Σ e^z) = z - log Σ e^z. Taking the log
+# of a finished softmax would fail, because a tiny probability is rounded to 0 and its log is
 # -∞. In 17.2 it is merely a large negative number. 17.1 keeps exp from overflowing, as in card 15.
 # 17.3 takes the mean over all positions, so the loss does not depend on how much text it saw. P is
 # kept for the backward pass.
@@ -1154,11 +1173,12 @@ def demo_cross_entropy():
     show("P", P)
     print(f"loss = -(log {P[0, 2]:.4f} + log {P[1, 1]:.4f}) / 2 = "
           f"({-math.log(P[0, 2]):.4f} + {-math.log(P[1, 1]):.4f}) / 2 = {loss:.4f}")
-    far = np.array([[0.0, -1000.0]])
-    print(f"logits 0 and -1000, target the second: loss {cross_entropy_forward(far, y[1:])[0]:.1f}")
+    far = np.array([[600.0, -400.0]])
+    print(f"logits 600, -400, target the second: loss {cross_entropy_forward(far, y[1:])[0]:.1f}")
     e = example(17)
     logits = e.X0 @ e.params["head_w"] + e.params["head_b"]
     loss, P = cross_entropy_forward(logits, e.y)
+    print("the running example, as if the head (card 45) came straight after the tables:")
     show("logits", logits, digits=2)
     show("P", P, digits=2)
     show("y", e.y, digits=0)
@@ -1170,8 +1190,8 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # %% [markdown]
 # ### 18. Cross-entropy, backward
 #
-# Here the backward pass of the whole network begins. Write the loss of one position with the
-# logits themselves; the maximum cancels, as in card 15:
+# Here the backward pass of the whole network begins. Write the loss of one position with the logits
+# themselves; the maximum cancels, as in card 15:
 #
 #     loss_t = -logp[t, y_t] = -logits[t, y_t] + log Σ_k exp(logits_tk)
 #
@@ -1185,10 +1205,10 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 #
 #     dlogits = (P - onehot(y)) / T                                                      (18.2)
 #
-# In words: push the target's logit up by what is missing to probability 1, and push every other
-# logit down by the probability it was wrongly given. Each row sums to 0. With a batch, T in 18.2 is
-# the number of all positions, because the mean in 17.3 is over all of them. The division makes a
-# new array, so P, which belongs to the caller, stays as it is.
+# In words: a step against it pushes the target's logit up by what is missing to probability 1, and
+# every other logit down by the probability it was wrongly given. Each row sums to 0. With a batch,
+# T in 18.2 is the number of all positions, because the mean in 17.3 is over all of them. The
+# division makes a new array, so P, which belongs to the caller, stays as it is.
 #
 # Shapes at the default sizes:
 #
@@ -1215,7 +1235,8 @@ def demo_cross_entropy_backward():
     show("row sums", dlogits.sum(axis=-1))
     print(f"dlogits_02 = ({P[0, 2]:.4f} - 1) / 2 = {dlogits[0, 2]:.4f}")
     lower, _ = cross_entropy_forward(logits - 0.1 * dlogits, y)
-    print(f"a step of 0.1 against it: loss {loss:.4f} -> {lower:.4f}")
+    show("new logits", logits - 0.1 * dlogits)
+    print(f"after a step of 0.1 against dlogits: loss {loss:.4f} -> {lower:.4f}")
 
 
 if __name__ == "__main__": demo(demo_cross_entropy_backward)
@@ -1225,7 +1246,8 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 #
 # A loss of 2.3 says little by itself. Its exponential does: a model that guesses evenly among n
 # tokens has the loss log n, so exp(loss) is the number of tokens among which the model is, on
-# average, torn. That number is called perplexity. It starts near V and falls.
+# average, torn. That number is called perplexity. Before training it is somewhat above V, since
+# random weights guess a little worse than evenly; then it falls.
 #
 #     perplexity = exp(loss)                                                             (19.1)
 #
@@ -1316,11 +1338,13 @@ def demo_layernorm():
     show("Y", Y)
     print(f"rows of Xhat: mean {number(Xhat.mean(axis=1)[0], 4)} and "
           f"{number(Xhat.mean(axis=1)[1], 4)}, variance {Xhat.var(axis=1)[0]:.4f} and "
-          f"{Xhat.var(axis=1)[1]:.4f}")
+          f"{Xhat.var(axis=1)[1]:.4f} (ε)")
     show("X const", np.full((1, 4), 7.0))
     show("Y const", layer_norm_forward(np.full((1, 4), 7.0), gamma, beta)[0])
     e = example(20)
     show("X0", e.X0)
+    show("ln1_g", e.block["ln1_g"])
+    show("ln1_b", e.block["ln1_b"])
     show("LN1(X0)", layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])[0])
 
 
@@ -1330,7 +1354,8 @@ if __name__ == "__main__": demo(demo_layernorm)
 # ### 21. Deriving the backward formula
 #
 # The input X_tj enters the output in three ways: directly, through the mean, and through the
-# variance. We follow each of them, one after the other. All of this happens within one row t.
+# variance. All of this happens within one row t. The steps below take the parts of card 20 one by
+# one; in the fifth, the three ways meet.
 #
 # First, undo the gain. In 20.5 each Y_ti depends on one Xhat_ti, with factor γ_i:
 #
@@ -1372,8 +1397,8 @@ if __name__ == "__main__": demo(demo_layernorm)
 #     ∂Y_ti/∂γ_i = Xhat_ti,  ∂Y_ti/∂β_i = 1                                            † (21.7)
 #
 # Read 21.6 as geometry. The first sum takes away the part of the gradient that would shift the
-# whole row, the second the part that would stretch it along Xhat. LayerNorm undoes shifts and
-# stretches, so they cannot change the loss.
+# whole row, the second the part that would stretch it along Xhat. LayerNorm undoes shifts, and but
+# for the tiny ε also stretches, so they cannot change the loss.
 #
 # Shapes at the default sizes: on paper, the matrix of 21.5 is (d, d) = (32, 32) for each row. The
 # code goes straight to card 22 and never builds it; only this card's demo does, for one row.
@@ -1399,12 +1424,14 @@ def demo_layernorm_derivation():
     matrix = s * (np.eye(d) - 1 / d - np.outer(Xhat, Xhat) / d)             # (4, 4)  as 21.5
     measured = np.array([slope(lambda row: layer_norm_forward(row, gamma, 0 * row)[0], j)
                          for j in range(d)]).T
+    show("Xhat", Xhat)
     show("21.5", matrix)
     show("measured", measured)
     show("dY", dY)
-    show("21.6", dY @ matrix)
+    show("21.6, γ = 1", dY @ matrix)
     loss = lambda row: (dY * layer_norm_forward(row, gamma, 0 * row)[0]).sum()
     show("measured", np.array([slope(loss, j) for j in range(d)]))
+    print("measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001, one x_j at a time")
 
 
 if __name__ == "__main__": demo(demo_layernorm_derivation)
@@ -1453,9 +1480,11 @@ def demo_layernorm_backward():
     show("Xhat", Xhat)
     show("s", s.T)
     show("dY", dY)
+    show("gamma", gamma)
     show("dXhat", dXhat)
-    show("means 1", dXhat.mean(axis=1))
-    show("means 2", (dXhat * Xhat).mean(axis=1))
+    print("for each row, the means of dXhat and of dXhat ⊙ Xhat:")
+    show("", dXhat.mean(axis=1))
+    show("", (dXhat * Xhat).mean(axis=1))
     show("dX", dX)
     show("row sums", dX.sum(axis=1))
     show("dgamma", dgamma)
@@ -1467,21 +1496,25 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # %% [markdown]
 # ### 23. Xavier uniform initialisation
 #
-# Weights must start out random, or all columns of a matrix would get the same gradient and stay
-# the same for ever. How large should they be? A sum of fan_in products of independent numbers with
-# mean 0 has fan_in times the variance of one product. To keep the size of the signal going forward,
-# the variance of the weights should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out
-# numbers, which asks for 1/fan_out. Both cannot hold at once, so the variance is put between them:
-# 2 / (fan_in + fan_out). This choice is named after Xavier Glorot.
+# Weights must start out random, or all columns of a matrix would get the same gradient and stay the
+# same for ever. How large should they be? Let fan_in be the number of rows of W and fan_out the
+# number of columns. An entry of X W is a sum of fan_in products x w. Take x and w as random,
+# independent, with mean 0; the variance is then the mean of the square. The mean of x² w² is the
+# mean of x² times the mean of w², so a product has variance Var(x) Var(w), and the sum of
+# independent ones has fan_in Var(x) Var(w). To keep the size of the signal going forward, Var(w)
+# should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out numbers, which asks for
+# 1/fan_out. Unless W is square, both cannot hold at once, so the variance is put between them: 2 /
+# (fan_in + fan_out). This choice is named after Xavier Glorot.
 #
-# A uniform distribution on [-a, a] has mean 0 and variance ∫ w² dw / 2a from -a to a, which is
-# (2a³/3) / 2a = a²/3. Setting a²/3 to the wanted variance gives a.
+# A uniform distribution U[-a, a] gives each number between -a and a the same chance. Its variance
+# is the mean of w² over that interval: the integral of w² from -a to a, which is 2a³/3, divided by
+# the length 2a. That is a²/3. Setting it to the wanted variance gives a.
 #
 #     a = √(6 / (fan_in + fan_out))                                                      (23.1)
 #     W_ij ~ U[-a, a]                                                                    (23.2)
 #     Var(W_ij) = a²/3 = 2 / (fan_in + fan_out)                                        † (23.3)
 #
-# fan_in is the number of rows of W, fan_out the number of columns.
+# The sign ~ says that W_ij is drawn from that distribution.
 #
 # Shapes at the default sizes, for the first matrix of the hidden layer:
 #
@@ -1501,7 +1534,8 @@ def demo_xavier():
         a = math.sqrt(6 / (fan_in + fan_out))
         print(f"{fan_in} rows, {fan_out} columns: a = sqrt(6 / {fan_in + fan_out}) = {a:.4f}")
         print(f"  smallest {W.min():.4f}, largest {W.max():.4f}")
-        print(f"  variance: wanted {2 / (fan_in + fan_out):.4f}, measured {W.var():.4f}")
+        print(f"  variance: wanted {2 / (fan_in + fan_out):.4f}, "
+              f"measured on {W.size} numbers {W.var():.4f}")
     show("W", xavier_uniform(np.random.default_rng(3), 4, 5))
 
 
@@ -1554,16 +1588,16 @@ if __name__ == "__main__": demo(demo_token_embedding)
 # %% [markdown]
 # ### 25. Positional embedding (forward)
 #
-# Attention, in the next chapter, treats the rows of a window as a heap: it would not notice if they
+# In attention, the subject of the next chapter, a position would not notice if the rows before it
 # changed places. But "dog bites man" is not "man bites dog". So each position gets a row too, from
 # the position table P, and the rows are learned like those of the tokens.
 #
 #     (P[:T])_t = P_t,  t = 0, ..., T-1                                                  (25.1)
 #
 # The position counts from the start of the window, not of the text. A shorter sequence uses fewer
-# rows. The table has Tmax rows and training windows have T, so with T < Tmax the rows from T on
-# are never trained. They hold the random numbers they started with, and must not be read when the
-# model writes (card 61).
+# rows. The table has Tmax rows and training windows have T, so with T < Tmax the rows from T on are
+# never trained. They hold nothing but their random start, shrunk a little by weight decay (card
+# 50), and must not be read when the model writes (card 61).
 #
 # Shapes at the default sizes; P is `pos_emb`:
 #
@@ -1643,8 +1677,12 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # side, each run of them begins where the sorted ids change, and `np.add.reduceat` adds up the rows
 # of each run: that is the sum of 27.2. The sort is stable, so the order of the sum is fixed.
 #
-# With a batch, a token row collects from all windows, and a position row from the same position of
-# all windows. Rows that no position used get exactly 0.
+# `prepend=-1` lets the first id begin a run too.
+#
+# The position row P_t is added at position t only, so it gets dX(0)_t. With a batch, a token row
+# collects from all windows, and a position row from the same position of all windows: seen as one
+# long row of T · d numbers for each window, that is a sum of columns. Rows that no position used
+# get exactly 0.
 #
 # Shapes at the default sizes:
 #
@@ -1690,8 +1728,8 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 #
 # So far each position knows only its own token. To predict what comes after "the sea", a position
 # must look back at others. Attention is that look: each position asks a question, compares it with
-# a label that every earlier position offers, and takes a mixture of what those positions have to
-# say, weighted by how well the labels fit. Every part of it, question, label and content, is a
+# a label that every position up to itself offers, and takes a mixture of what those positions have
+# to say, weighted by how well the labels fit. Every part of it, question, label and content, is a
 # linear layer of the row at hand, so it can be learned.
 
 # %% [markdown]
@@ -1745,13 +1783,14 @@ if __name__ == "__main__": demo(demo_qkv)
 #
 # One mixture per position is little: a word may want its verb and its adjective at once. So the
 # width is shared out among H heads. Each head works on its own dh columns of Q, K and V, asks its
-# own question and gets its own mixture, at no extra cost.
+# own question and gets its own mixture. That takes no more parameters than a single head would.
 #
 #     dh = d / H,  d mod H = 0                                                           (29.1)
 #     M(h)[t, i] = M[t, h·dh + i]                                                        (29.2)
 #
-# The width must be a multiple of H, or columns would be left over. Head h owns the columns h dh to
-# (h + 1) dh - 1; M stands for Q, K or V. Heads are numbered from 0.
+# `mod` is the remainder of a division: the width must be a multiple of H, or columns would be left
+# over. Head h owns the columns h dh to (h + 1) dh - 1; M stands for Q, K or V, and M(h) for the
+# columns of head h. Heads are numbered from 0.
 #
 # Shapes at the default sizes:
 #
@@ -1799,7 +1838,8 @@ if __name__ == "__main__": demo(demo_heads)
 #
 # It takes two steps. The reshape cuts each row into H pieces of dh numbers, (T, d) to (T, H, dh):
 # that is 29.2. The swap of axes brings the head to the front. Reshaping straight to (H, T, dh)
-# would give the right shape and wrong contents: it would deal out whole rows to the heads.
+# would give the right shape and wrong contents: it would deal out positions to the heads, where
+# columns are meant.
 #
 # Shapes at the default sizes:
 #
@@ -1824,7 +1864,7 @@ def demo_split_heads():
         show(f"Mh[{h}]", Mh[h])
         print(f"{'':10}the same as card 29: {np.array_equal(Mh[h], head_columns(M, 2, h))}")
     show("reshape", M.reshape(2, 3, 2))
-    print("reshape alone, the last array, mixes positions: its first head has half of row 1")
+    print("reshape alone mixes positions: its first head has row 0 and half of row 1")
     e = example(30)
     show("Qh", split_heads(e.Q, 2))
 
@@ -1840,8 +1880,9 @@ if __name__ == "__main__": demo(demo_split_heads)
 #
 #     Qh Khᵀ,  (Qh Khᵀ)_ij = Σ_c (Qh)_ic (Kh)_jc                                         (31.1)
 #
-# Row i is the position that asks, column j the one that is asked; c runs over the dh columns of a
-# head. The swap concerns the last two axes only. `.T` would reverse all of them, heads included.
+# Row i is the position that asks, column j the one that is asked; c runs over the dh columns of one
+# head. The ᵀ of Khᵀ swaps the last two axes only. `.T` in NumPy would reverse all of them, heads
+# included.
 #
 # Shapes at the default sizes:
 #
@@ -1872,16 +1913,18 @@ if __name__ == "__main__": demo(demo_scores)
 # %% [markdown]
 # ### 32. Scaling by sqrt(d_h) (forward)
 #
-# A dot product over dh columns is a sum of dh products. If the numbers are independent with mean 0
-# and variance 1, each product has variance 1 and the sum has variance dh: wider heads give larger
-# scores. Large scores make softmax nearly certain of one key, and there its derivative p (δ - p) is
-# nearly 0, so learning stalls. Dividing by √dh, the standard deviation of the sum, keeps the
-# scores near size 1 whatever the width.
+# A dot product over dh columns is a sum of dh products. Take the numbers as random, independent,
+# with mean 0 and variance 1, which is the mean of their squares. Then each product has variance 1 ·
+# 1, variances of independent numbers add up, and the sum has variance dh: wider heads give larger
+# scores. Large scores make softmax nearly certain of one key. There every p_i is near 0 or 1, and
+# by 16.1 all derivatives p_i (δ_ij - p_j) are near 0, so learning stalls. Dividing by √dh, the root
+# of the variance, brings the scores back to size 1 whatever the width.
 #
 #     S = Qh Khᵀ / √dh                                                                   (32.1)
 #
-# It is the root of dh, the width of a head, not of d. `math.sqrt` gives a Python float, which
-# leaves a float32 array in float32; the float64 number that np.sqrt gives would not.
+# It is the root of dh, the width of a head, not of d. Training runs in float32, numbers of 4 bytes
+# with about 7 digits. `math.sqrt` gives a Python float, which leaves a float32 array in float32;
+# the float64 number that np.sqrt gives would turn it into float64 from NumPy 2 on.
 #
 # Shapes at the default sizes:
 #
@@ -1900,9 +1943,10 @@ def demo_scaling():
     print(f"q = 1 1 0 2, k = 2 0 1 1: q·k = {scores(Qh, Kh).item():.4f}, "
           f"dh = 4, scaled {scaled_scores(Qh, Kh).item():.4f}")
     rng = np.random.default_rng(2)
+    print("random numbers of mean 0 and variance 1:")
     for dh in (4, 64):
         q, k = (math.sqrt(3) * (2 * rng.random((200, dh)) - 1) for _ in range(2))
-        print(f"variance 1, dh = {dh:2}: scores have standard deviation "
+        print(f"dh = {dh:2}: root of the variance of the scores "
               f"{scores(q, k).std():.2f}, scaled {scaled_scores(q, k).std():.2f}")
     e = example(32)
     show("Qh KhT", scores(e.Qh, e.Kh))
@@ -1920,9 +1964,9 @@ if __name__ == "__main__": demo(demo_scaling)
 #
 #     S_ij ← S_ij if j ≤ i else -∞                                                       (33.1)
 #
-# Why -∞ and not 0? The mask comes before softmax, where a score of 0 is an ordinary score with an
-# ordinary probability. Only -∞ gets exactly probability 0. The diagonal j = i stays, so every row
-# keeps at least one finite score.
+# The arrow ← says that the entry is replaced. Why -∞ and not 0? The mask comes before softmax,
+# where a score of 0 is an ordinary score with an ordinary probability. Only -∞ is sure to get
+# exactly probability 0. The diagonal j = i stays, so every row keeps at least one finite score.
 #
 # Shapes at the default sizes:
 #
@@ -1975,7 +2019,7 @@ def demo_attention_softmax():
     show("S", S)
     show("masked", causal_mask(S))
     show("A", softmax_forward(causal_mask(S)))
-    print("row 1: 1 and 4 parts of 5; row 2: 2, 1 and 5 parts of 8")
+    print("exp of row 1 is 1, 4: parts of 5; exp of row 2 is 2, 1, 5: parts of 8")
     e = example(34)
     A = attention_weights(e.Qh, e.Kh)
     show("A", A)
@@ -1987,7 +2031,7 @@ if __name__ == "__main__": demo(demo_attention_softmax)
 # %% [markdown]
 # ### 35. Weighted values (forward)
 #
-# Each head mixes its values by its weights.
+# Each head mixes its values by its weights. The result is called Oh, the output of the heads.
 #
 #     A Vh                                                                               (35.1)
 #     (A Vh)_i = Σ_(j≤i) A_ij (Vh)_j                                                   † (35.2)
@@ -1999,24 +2043,24 @@ if __name__ == "__main__": demo(demo_attention_softmax)
 #
 #     A (H, T, T) = (2, 16, 16)
 #     Vh (H, T, dh) = (2, 16, 16)
-#     AV (H, T, dh) = (2, 16, 16)
+#     Oh (H, T, dh) = (2, 16, 16)
 
 # %%
 def weighted_values(A, Vh):
-    """The mixtures (..., H, T, dh) of the values Vh, by the weights A (..., H, T, T) (card 35)."""
-    AV = A @ Vh                                                             # (H, T, dh)  (35.1)
-    return AV
+    """Oh (..., H, T, dh): the values Vh mixed by the weights A (..., H, T, T) (card 35)."""
+    Oh = A @ Vh                                                             # (H, T, dh)  (35.1)
+    return Oh
 
 
 def demo_weighted_values():
     e = example(35)
-    AV = weighted_values(e.A, e.Vh)
+    Oh = weighted_values(e.A, e.Vh)
     show("A", e.A)
     show("Vh", e.Vh)
-    show("A Vh", AV)
+    show("Oh", Oh)
     a, v = e.A[0, 2], e.Vh[0, :, 1]
-    terms = " + ".join(f"({x:.4f})({y:.4f})" for x, y in zip(a, v))
-    print(f"head 0, position 2, column 1:\n  {terms} = {AV[0, 2, 1]:.4f}")
+    terms = " + ".join(f"({number(x, 4)})({number(y, 4)})" for x, y in zip(a, v))
+    print(f"head 0, position 2, column 1:\n  {terms} = {number(Oh[0, 2, 1], 4)}")
 
 
 if __name__ == "__main__": demo(demo_weighted_values)
@@ -2028,8 +2072,9 @@ if __name__ == "__main__": demo(demo_weighted_values)
 #
 #     O = merge(A Vh) = [A(0) V(0), ..., A(H-1) V(H-1)]                                  (36.1)
 #
-# It is card 30 undone, in reverse order: first swap the axes back, then join the pieces. Without
-# the swap the shape would be right and the contents mixed up.
+# A(h) is the matrix of head h, and V(h) its values. It is card 30 undone, in reverse order: first
+# swap the axes back, then join the pieces. Without the swap the shape would be right and the
+# contents mixed up.
 #
 # Shapes at the default sizes:
 #
@@ -2053,10 +2098,11 @@ def demo_merge_heads():
     show("merged", merge_heads(Mh))
     print(f"splitting and merging gives M again: {np.array_equal(merge_heads(Mh), M)}")
     show("reshape", Mh.reshape(3, 4))
+    print("reshape alone puts numbers of different positions into one row")
     e = example(36)
-    AV = weighted_values(e.A, e.Vh)
-    show("A Vh", AV)
-    show("O", merge_heads(AV))
+    Oh = weighted_values(e.A, e.Vh)
+    show("Oh", Oh)
+    show("O", merge_heads(Oh))
 
 
 if __name__ == "__main__": demo(demo_merge_heads)
@@ -2109,8 +2155,8 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 # Every step of the forward pass is an operation whose backward rule is known. Going upside down:
 # the output projection, the merge, the mixture, the softmax, the scaling, the dot products, the
-# split, the three projections. Arrays of all heads are worked on at once, and every transpose
-# swaps the last two axes.
+# split, the three projections. Arrays of all heads are worked on at once, and every transpose swaps
+# the last two axes.
 #
 # The output projection is a linear layer with input O (12.2 to 12.4). Its input gradient belongs to
 # the merged heads, so it is split as the heads were:
@@ -2131,8 +2177,9 @@ if __name__ == "__main__": demo(demo_output_projection)
 #     dS_ij = A_ij (dA_ij - Σ_k A_ik dA_ik)                                              (38.6)
 #     A_ij = 0  ⇒  dS_ij = 0                                                           † (38.7)
 #
-# The scores are S = Qh Khᵀ / √dh. In S_ij, query i meets key j: dQ_ic = Σ_j dS_ij K_jc / √dh, a sum
-# along the row of dS, and dK_jc = Σ_i dS_ij Q_ic / √dh, a sum down its column:
+# The scores of a head are S_ij = Σ_c (Qh)_ic (Kh)_jc / √dh. So ∂S_ij/∂(Qh)_ic = (Kh)_jc / √dh, and
+# the query entry (Qh)_ic touches the scores of row i, with all keys j: a sum along the row of dS.
+# The key entry (Kh)_jc touches column j, with all queries i: a sum down the column of dS.
 #
 #     dQh = dS Kh / √dh                                                                  (38.8)
 #     dKh = dSᵀ Qh / √dh                                                                 (38.9)
@@ -2145,9 +2192,11 @@ if __name__ == "__main__": demo(demo_output_projection)
 #     db_n = 1ᵀ dM_n,  n ∈ {q, k, v}                                                     (38.12)
 #     dXn = dQ Wqᵀ + dK Wkᵀ + dV Wvᵀ                                                     (38.13)
 #
-# One of these is always zero. The key bias adds q_i · bk to every score of row i, the same number
-# for all keys, and softmax ignores what a whole row has in common, by 15.3. So the loss cannot depend
-# on it. In the formulas: each row of dS sums to 0, hence so does the sum of dKh over the keys.
+# One of these gradients is always zero. In each head, the key bias adds the same number to all
+# scores of a row i, the product of query i with the head's columns of bk, over √dh. Softmax ignores
+# what a whole row has in common (see 15.3), so the loss cannot depend on it. In the formulas: the
+# sum of dKh over the keys is Σ_j (dKh)_jc = Σ_i (Qh)_ic (Σ_j dS_ij) / √dh, and each row of dS sums
+# to 0.
 #
 #     dbk = 1ᵀ dK = 0                                                                  † (38.14)
 #
@@ -2189,16 +2238,21 @@ def demo_attention_backward():
     dXn, grads = attention_backward(e.dY, e.att_cache, e.block)
     dOh = split_heads(e.dY @ e.block["wo"].T, 2)[0]
     dA = dOh @ e.Vh[0].T
+    dS = softmax_backward(e.A[0], dA)
+    dQh, dKh, dVh = dS @ e.Kh[0] / math.sqrt(2), dS.T @ e.Qh[0] / math.sqrt(2), e.A[0].T @ dOh
     show("dOut", e.dY, digits=1)
-    print("head 0, down to its scores:")
+    print("head 0, down to its queries, keys and values:")
     show("dOh", dOh)
     show("dA", dA)
-    show("dS", softmax_backward(e.A[0], dA))
-    print("both heads, the first row of each dW, each db, and dXn:")
+    show("dS", dS)
+    (a, b, _), (da, db, _) = e.A[0, 1], dA[1]
+    print(f"dS_10 = {a:.4f} ({da:z.4f} - ({a:.4f} * {da:z.4f} + {b:.4f} * {db:z.4f}))"
+          f" = {dS[1, 0]:z.4f}")
+    show("dQKVh", np.hstack([dQh, dKh, dVh]))
+    print("(two columns each of dQh, dKh, dVh); both heads, row 0 of each dW, dbk, dXn:")
     for name in "qkvo":
-        show(f"dw{name} row 0", grads[f"w{name}"][0])
-    for name in "qkvo":
-        show(f"db{name}", grads[f"b{name}"])
+        show(f"dw{name}", grads[f"w{name}"][0])
+    show("dbk", grads["bk"])
     show("dXn", dXn)
     shifted = dict(e.block, bk=e.block["bk"] + 5)
     same = np.allclose(attention_forward(e.Xn, shifted, 2)[0], e.att, rtol=0, atol=1e-12)
@@ -2219,8 +2273,8 @@ if __name__ == "__main__": demo(demo_attention_backward)
 #
 # After attention has gathered what a position needs, something must be made of it. A linear layer
 # widens the row to F hidden numbers, ReLU silences those below zero, and a second linear layer
-# brings the rest back to width d. Each hidden number is a detector for some pattern in the row;
-# the second layer says what to add to the row when the pattern is there.
+# brings the rest back to width d. Each hidden number is a detector for some pattern in the row; the
+# second layer says what to add to the row when the pattern is there.
 #
 #     Z = Xn W1 + 1 b1ᵀ                                                                  (39.1)
 #     A = ReLU(Z)                                                                        (39.2)
@@ -2302,8 +2356,8 @@ def demo_ffn_backward():
     dXn, grads = ffn_backward(e.dY, cache, e.block)
     show("dOut", e.dY, digits=1)
     show("dA", e.dY @ e.block["ff2_w"].T)
-    show("1[Z > 0]", (cache["Z"] > 0).astype(int))
     show("dZ", relu_backward(e.dY @ e.block["ff2_w"].T, cache["Z"]))
+    print("(Xn2, Z, A, W1 and W2 stand in the demo of card 39)")
     show("dXn", dXn)
     show("dW1", grads["ff1_w"])
     show("db1", grads["ff1_b"])
@@ -2318,8 +2372,8 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 #
 # A block does not replace X, it adds to X. What attention finds is added to the row, then what the
 # feed-forward network makes of that is added too. The row is like a sheet that is handed from block
-# to block, and each may write on it. The path along the sheet is called the residual connection.
-# It also lets gradients travel back through many blocks without being weakened (card 42).
+# to block, and each may write on it. The path along the sheet is called the residual connection. It
+# also lets gradients travel back through many blocks without being weakened (card 42).
 #
 #     Xn = LN1(X)                                                                        (41.1)
 #     Att = Attention(Xn)                                                                (41.2)
@@ -2329,10 +2383,11 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 #     Y = X1 + Ff                                                                        (41.6)
 #     X1 = X + Attention(LN1(X)),  Y = X1 + FFN(LN2(X1))                               † (41.7)
 #
-# The normalisation comes before each branch and inside it; that is meant by pre-LN. The first
+# Attention and feed-forward layer, each with its LayerNorm, are called branches. The normalisation
+# comes at the start of each branch, never on the residual path; that is meant by pre-LN. The first
 # transformer normalised after the sum. Then the residual path itself ran through a LayerNorm at
-# each step, gradients shrank on the way down, and training needed a long, careful warm-up. Here the
-# sum takes X and X1 as they are.
+# each step, gradients shrank on the way down, and training had to start with very small steps. Here
+# the sum takes X and X1 as they are.
 #
 # Shapes at the default sizes; Xn, Att, X1, Xn2 and Ff are like X:
 #
@@ -2358,6 +2413,8 @@ def demo_block():
     show("Xn", cache["attention"]["Xn"])
     show("Att", e.att)
     show("X1", e.X0 + e.att)
+    show("ln2_g", e.block["ln2_g"])
+    show("ln2_b", e.block["ln2_b"])
     show("Xn2", cache["ffn"]["Xn"])
     show("Ff", ffn_forward(cache["ffn"]["Xn"], e.block)[0])
     show("Y", Y)
@@ -2368,19 +2425,7 @@ if __name__ == "__main__": demo(demo_block)
 # %% [markdown]
 # ### 42. Residual connections, backward
 #
-# Two facts are enough. A sum hands its gradient unchanged to both parts, because the derivative of
-# X1 + Ff by either is 1. I is the matrix that has this 1 for each entry and changes nothing:
-#
-#     ∂Y/∂Ff = I  ⇒  dFf = dY,  ∂X1/∂Att = I  ⇒  dAtt = dX1                            † (42.7)
-#
-# And an array that is used twice gets two gradients, which add up. X1 goes straight into Y and also
-# through the branch LN2 and FFN, which together are written Ff(X1):
-#
-#     Y = X1 + Ff(X1)  ⇒  dX1 = dY (I + ∂Ff/∂X1) = dY + dY ∂Ff/∂X1                     † (42.8)
-#
-# The first term is dY itself at full strength, however many blocks there are. That is why deep
-# stacks can be trained. The second is what the branch's backward functions return. The six steps
-# of card 41 upside down:
+# The steps of card 41 upside down. Here `_back` stands for the backward function of a part.
 #
 #     dXn2 = FFN_back(dY)                                                                (42.1)
 #     dX1_branch = LN2_back(dXn2)                                                        (42.2)
@@ -2389,8 +2434,23 @@ if __name__ == "__main__": demo(demo_block)
 #     dX_branch = LN1_back(dXn)                                                          (42.5)
 #     dX = dX1 + dX_branch                                                               (42.6)
 #
-# Attention's output was added to X to make X1. So it receives dX1, and only once dX1 is complete;
-# dY alone would miss what the second branch has to say.
+# Two facts stand behind them. First, a sum hands its gradient unchanged to both parts: in Y = X1 +
+# Ff, each entry of Y moves with its own entry of Ff at rate 1, and with no other. Written as a
+# matrix of all derivatives, that is the identity matrix I, which changes nothing:
+#
+#     ∂Y/∂Ff = I  ⇒  dFf = dY,  ∂X1/∂Att = I  ⇒  dAtt = dX1                            † (42.7)
+#
+# So the feed-forward layer is handed dY, and attention is handed dX1, once that is complete.
+#
+# Second, an array that is used twice gets two gradients, which add up. X1 goes straight into Y and
+# also through the branch, LN2 and then FFN. Read X1, the branch's output Ff(X1) and dY as one long
+# row of numbers each, and ∂Ff/∂X1 as the matrix of all derivatives:
+#
+#     Y = X1 + Ff(X1)  ⇒  dX1 = dY (I + ∂Ff/∂X1) = dY + dY ∂Ff/∂X1                     † (42.8)
+#
+# The first term is dY itself, at full strength. The second is what 42.1 and 42.2 compute. With many
+# blocks, many such brackets are multiplied; multiplied out, one term is always dY alone. Some
+# gradient reaches the first block undiminished, and that is why deep stacks can be trained.
 #
 # Shapes at the default sizes; all seven gradients have the shape of X:
 #
@@ -2402,12 +2462,13 @@ if __name__ == "__main__": demo(demo_block)
 def block_backward(dY, cache, block):
     """dX (..., T, d) and the gradients of the block's 16 arrays, from dY (..., T, d) (card 42)."""
     dXn2, ffn = ffn_backward(dY, cache["ffn"], block)                       # (T, d)  (42.1)
-    dX1_branch, dg2, db2 = layer_norm_backward(dXn2, cache["ln2"])          # (T, d)  (42.2)
+    dX1_branch, dgamma2, dbeta2 = layer_norm_backward(dXn2, cache["ln2"])   # (T, d)  (42.2)
     dX1 = dY + dX1_branch                                                   # (T, d)  (42.3)
     dXn, attention = attention_backward(dX1, cache["attention"], block)     # (T, d)  (42.4)
-    dX_branch, dg1, db1 = layer_norm_backward(dXn, cache["ln1"])            # (T, d)  (42.5)
+    dX_branch, dgamma1, dbeta1 = layer_norm_backward(dXn, cache["ln1"])     # (T, d)  (42.5)
     dX = dX1 + dX_branch                                                    # (T, d)  (42.6)
-    return dX, {"ln1_g": dg1, "ln1_b": db1, **attention, "ln2_g": dg2, "ln2_b": db2, **ffn}
+    return dX, {"ln1_g": dgamma1, "ln1_b": dbeta1, **attention,
+                "ln2_g": dgamma2, "ln2_b": dbeta2, **ffn}
 
 
 def demo_residual_backward():
@@ -2429,7 +2490,8 @@ def demo_residual_backward():
         X[1, 2] = e.X0[1, 2] + step
         losses.append((block_forward(X, e.block, 2)[0] * e.dY).sum())
     slope = (losses[0] - losses[1]) / (2 * h)
-    print(f"dX_12 = {dX[1, 2]:.4f}, measured by moving X_12: {slope:.4f}")
+    print("the sum of Y ⊙ dY is a loss whose upstream gradient is dY; moving X_12 changes")
+    print(f"it at the rate {number(slope, 4)}, and dX_12 = {number(dX[1, 2], 4)}")
 
 
 if __name__ == "__main__": demo(demo_residual_backward)
@@ -2439,7 +2501,7 @@ if __name__ == "__main__": demo(demo_residual_backward)
 #
 # Matrices start random (card 23), both embedding tables included. Biases and the offsets of
 # LayerNorm start at 0, so that nothing is preferred. Gains start at 1, so that LayerNorm starts as
-# plain normalisation; gains of 0 would make every output 0 and block all gradients behind it.
+# plain normalisation; gains of 0 would silence the branch behind it.
 #
 #     W ~ Xavier uniform,  b = 0,  γ = 1,  β = 0                                         (43.1)
 #
@@ -2481,9 +2543,9 @@ if __name__ == "__main__": demo(demo_init)
 # %% [markdown]
 # ### 44. Parameter count
 #
-# How many numbers does the model learn? A block has four d-by-d matrices with a bias each,
-# 4d² + 4d; the feed-forward layer with 2dF + F + d; two LayerNorms with 2d each. Outside the blocks
-# stand the token table Vd, the head Vd + V, the position table Tmax d and the last LayerNorm 2d.
+# How many numbers does the model learn? A block has four d-by-d matrices with a bias each, 4d² +
+# 4d; the feed-forward layer with 2dF + F + d; two LayerNorms with 2d each. Outside the blocks stand
+# the token table Vd, the head Vd + V, the position table Tmax d and the last LayerNorm 2d.
 #
 #     n_block = 4d² + 2dF + F + 9d                                                       (44.1)
 #     n_params = (2d + 1) V + (Tmax + 2) d + L (4d² + 2dF + F + 9d)                      (44.2)
@@ -2566,9 +2628,12 @@ def demo_model_forward():
     logits, cache = forward(e.params, e.x, e.config)
     loss, P = cross_entropy_forward(logits, e.y)
     show("ids", e.x)
-    show("X(0)", e.X0)
     show("X(1)", block_forward(e.X0, e.block, 2)[0])
+    show("lnf_g", e.params["lnf_g"])
+    show("lnf_b", e.params["lnf_b"])
     show("Xf", cache["Xf"])
+    show("head_w", e.params["head_w"], digits=1)
+    show("head_b", e.params["head_b"], digits=1)
     show("logits", logits, digits=2)
     show("P", P, digits=2)
     show("y", e.y)
@@ -2584,16 +2649,17 @@ if __name__ == "__main__": demo(demo_model_forward)
 #
 # The forward order turned round: head, last LayerNorm, blocks from last to first, tables. Each step
 # takes the gradient of its output and returns that of its input. dlogits, where it all begins, is
-# 18.2.
+# 18.2. 'Head' is the last linear layer here and has nothing to do with attention heads.
 #
 #     dXf, dWhead, dbhead = Head_back(dlogits)                                           (46.1)
 #     dX(L), dγf, dβf = LNf_back(dXf)                                                    (46.2)
 #     dX(l) = Block_l_back(dX(l+1)),  l = L-1, ..., 0                                    (46.3)
 #     d tok_emb, d pos_emb = Embed_back(dX(0))                                           (46.4)
 #
-# This is all of backpropagation. One forward pass and one backward pass give the derivative of the
-# loss by every parameter, however many there are. Finding them by trying, one parameter at a time,
-# would need two forward passes for each (card 47).
+# Each block returns the gradients of its own 16 arrays too. This is all of backpropagation. One
+# forward pass and one backward pass give the derivative of the loss by every parameter, however
+# many there are. Finding them by trying, one parameter at a time, would need two forward passes for
+# each (card 47).
 #
 # Shapes at the default sizes; each gradient has the shape of its parameter:
 #
@@ -2632,6 +2698,7 @@ def demo_model_backward():
     show("d tok_emb", grads["tok_emb"][[0, 1, 7, 8]])
     print(f"{'':10}(rows 0, 1, 7 and 8; the window has the ids 1, 7 and 8)")
     show("d pos_emb", grads["pos_emb"])
+    print("token 1 stands at position 0 only, so both tables get the same row, and so on")
     moved = {name: W - 0.1 * grads[name] for name, W in e.params.items()}
     after, _ = cross_entropy_forward(forward(moved, e.x, e.config)[0], e.y)
     print(f"every parameter moved by -0.1 times its gradient: loss {loss:.4f} -> {after:.4f}")
@@ -2644,22 +2711,22 @@ if __name__ == "__main__": demo(demo_model_backward)
 #
 # A wrong backward pass does not crash. The model may even learn, only worse, and nobody knows why.
 # But there is a second way to find a derivative, slow and independent: move one number a little and
-# see how the loss changes. This chapter holds every gradient of the book against that.
+# see how the loss changes. This chapter holds the gradients of all arrays against that.
 
 # %% [markdown]
 # ### 47. Central difference
 #
-# The derivative is the slope of the loss along one number x_i. Two points a step h to either side
-# give it. e_i is the vector with a 1 at place i and zeros elsewhere.
+# The derivative is the slope of the loss along one number x_i. Two points, a step h to either side,
+# give it nearly. e_i is the vector with a 1 at place i and zeros elsewhere.
 #
 #     g_i = (f(x + h e_i) - f(x - h e_i)) / (2h)                                         (47.1)
 #
-# Why two sides? By Taylor, f(x ± h) = f ± h f' + h²/2 f'' ± h³/6 f''' and so on. In the difference
-# the terms with f and f'' cancel, and the error is of the size h². With one side, f'' stays and the
-# error is of the size h. A smaller h is not always better: f is rounded at about 16 digits, and
-# that rounding is divided by 2h. In float64, h near 1e-5 balances the two. In float32 there is no
-# good h, so checks run in float64. A ReLU whose input lies within h of 0 has a bend there and no
-# slope; such points must be avoided.
+# Why two sides? By Taylor's formula, f(x ± h) = f ± h f' + h²/2 f'' ± h³/6 f''' and so on. In the
+# difference the terms with f and f'' cancel, and dividing by 2h leaves f' + h²/6 f''': the error is
+# of the size h². With one side, f'' stays and the error is of the size h. A smaller h is not always
+# better. float64 numbers are rounded at about 16 digits, so f carries an error near 1e-16, which is
+# divided by 2h. The two errors, h² and 1e-16 / h, are equal where h³ = 1e-16, a little below 1e-5.
+# float32 numbers have about 7 digits, and no h leaves enough of them; so checks run in float64.
 #
 # Shapes:  x of any shape gives g of the same shape.
 
@@ -2703,8 +2770,8 @@ if __name__ == "__main__": demo(demo_central_difference)
 #     rel(a, b) = |a - b| / max(|a|, |b|, ε)                                             (48.1)
 #
 # ε is a floor, one of the three that max chooses from. It keeps two zeros from giving 0/0. It also
-# matters where the true gradient is 0, as for the key bias by 38.14: there both numbers are rounding
-# noise, of the size of 1e-11 when the numerical one is rounding divided by 2h, and noise divided by
+# matters where the true gradient is 0, as for the key bias (see 38.14). There the backward pass
+# gives rounding noise, and so does 47.1, where the rounding of f is divided by 2h. Noise divided by
 # noise would look like a gross error.
 #
 # Shapes: a and b of one shape give the errors entry by entry.
@@ -2717,7 +2784,7 @@ def relative_error(a, b, eps=1e-8):
 
 def demo_relative_error():
     for a, b in ((1000.0, 1000.001), (0.002, 0.001), (-2.0, 2.0), (0.0, 0.0), (1e-11, -2e-11)):
-        print(f"a = {a:g}, b = {b:g}: rel = {number(relative_error(a, b), 7)}")
+        print(f"a = {a}, b = {b}: rel = {number(relative_error(a, b), 7)}")
     print("the last pair is noise; with ε = 1e-12 instead of 1e-8 it would give "
           f"{number(relative_error(1e-11, -2e-11, 1e-12), 1)}")
 
@@ -2734,10 +2801,12 @@ if __name__ == "__main__": demo(demo_relative_error)
 #     worst[n] = max_s rel(∂loss/∂θ_n[i_s], (loss(θ_n[i_s]+h) - loss(θ_n[i_s]-h)) / (2h)),
 #                s = 1, ..., samples                                                     (49.1)
 #
-# n is the name of an array θ_n, and i_s the place of the s-th drawn entry. Of the position table
-# only rows below T are drawn: the others have gradient 0 on both sides and prove nothing. The floor
-# of 48.1 is set to 1e-6 here, which lies far above the noise and far below the gradients that
-# matter.
+# n is the name of an array θ_n, and i_s the place of the s-th drawn entry. Of the two tables only
+# rows that the window uses are drawn: the others have gradient 0 on both sides and prove nothing.
+# The floor of 48.1 is set to 1e-6 here, which lies far above the noise and far below the gradients
+# that matter. Where the move by h carries the input of a ReLU across 0, the two points lie on
+# different sides of the bend, and the quotient is not the slope. The running example has no input
+# that near to 0.
 #
 # Shapes: one number for each name.
 
@@ -2746,12 +2815,13 @@ def check_params(params, x, y, config, rng, samples=10, h=1e-5):
     """{name: worst relative error} of the gradients for float64 params and ids x, y (card 49)."""
     _, grads = loss_and_grads(params, x, y, config)
     loss = lambda: cross_entropy_forward(forward(params, x, config)[0], np.asarray(y))[0]
+    used = {"tok_emb": np.unique(x), "pos_emb": np.arange(np.shape(x)[-1])}
     worst = {}
     for name, W in params.items():
-        used = W[:np.shape(x)[-1]] if name == "pos_emb" else W
+        first = used.get(name, np.arange(len(W)))
         errors = []
         for _ in range(samples):
-            i = tuple(rng.integers(0, size) for size in used.shape)
+            i = first[rng.integers(len(first))], *(rng.integers(size) for size in W.shape[1:])
             old = W[i]
             W[i] = old + h
             up = loss()
@@ -2766,11 +2836,15 @@ def check_params(params, x, y, config, rng, samples=10, h=1e-5):
 
 def demo_check_params():
     e = example(49)
-    verdict = lambda error: "agrees" if error < 1e-4 else f"WRONG, error {error:.4f}"
+    verdict = lambda error: "error below 1e-4" if error < 1e-4 else f"WRONG, error {error:.4f}"
     worst = check_params(e.params, e.x, e.y, e.config, np.random.default_rng(0), samples=4)
     for name in ("tok_emb", "pos_emb", "block0.bk", "block0.ff1_w", "lnf_g", "head_w"):
         print(f"{name:13} {verdict(worst[name])}")
-    print(f"all {len(worst)} arrays agree: {max(worst.values()) < 1e-4}")
+    print(f"all {len(worst)} arrays have an error below 1e-4: {max(worst.values()) < 1e-4}")
+    coarse = check_params(e.params, e.x, e.y, e.config, np.random.default_rng(0), 4, h=0.3)
+    print("with the coarse step h = 0.3 the slope is off by a share of "
+          f"{coarse['lnf_g']:.4f} for lnf_g,\n  {coarse['head_b']:.4f} for head_b, "
+          f"{coarse['pos_emb']:.4f} for pos_emb, {coarse['block0.wq']:.4f} for wq")
     slope = numerical_grad(lambda b: cross_entropy_forward(
         forward(dict(e.params, head_b=b), e.x, e.config)[0], e.y)[0], e.params["head_b"].copy())
     show("backward", e.grads["head_b"], digits=2)
@@ -2793,15 +2867,19 @@ if __name__ == "__main__": demo(demo_check_params)
 # The plain rule, w ← w - η g, gives all parameters the same step size η, the learning rate. But
 # some gradients are a thousand times larger than others, and each batch gives a noisy one. Adam
 # keeps two running means for each number: m of its gradient, which smooths the noise, and v of its
-# squared gradient, which measures its usual size. The step is m over the root of v. So it is about
-# η for a number whose gradient always points the same way, whatever its size, and much smaller for
-# one whose gradient keeps changing sign.
+# squared gradient, which measures its usual size. The step is η times m over the root of v. So it
+# is about η for a number whose gradient stays the same, be it large or small, and much less for one
+# whose gradient keeps changing sign.
+#
+# A running mean keeps a share β of its old value and takes 1 - β of the new one, so older gradients
+# fade. β1 is usually 0.9 and β2 between 0.95 and 0.999.
 #
 #     m_t = β1 m_(t-1) + (1 - β1) g_t                                                    (50.1)
 #     v_t = β2 v_(t-1) + (1 - β2) g_t²                                                   (50.2)
 #
-# Both start at 0 and are too small at first: after one step m is (1 - β1) g. After t steps the
-# weights of the running mean add up to 1 - β1^t, so dividing by that makes it a proper mean.
+# Both start at 0 and are too small at first. Put 50.1 into itself: m_t is the sum over s = 1, ...,
+# t of (1 - β1) β1^(t-s) g_s. These weights are a geometric series and add up to 1 - β1^t, not to 1.
+# Dividing by that makes m a proper mean, and likewise for v.
 #
 #     mhat_t = m_t / (1 - β1^t)                                                          (50.3)
 #     vhat_t = v_t / (1 - β2^t)                                                          (50.4)
@@ -2810,24 +2888,25 @@ if __name__ == "__main__": demo(demo_check_params)
 # ε keeps a number whose gradient was always 0 from a division 0/0. It stands outside the root.
 #
 # The W in AdamW is weight decay: each step also shrinks the weights a little, so that those which
-# the data does not need fade away. It stands beside the Adam term, not inside the gradient, where
-# the division by √vhat would undo it.
+# the data does not need fade away; λ says how much. It stands beside the Adam term, not inside the
+# gradient, where the division by √vhat would undo it.
 #
 #     u_t ← u_t + λ w_(t-1)   only where w has two or more dimensions                    (50.6)
 #     w_t = w_(t-1) - η_t u_t                                                            (50.7)
 #
-# Only matrices decay, both tables included. A bias or a gain is one number for a whole column; it
-# costs little, and pulling a gain towards 0 would silence its feature. Rows of the position table
-# that no window uses get no gradient, but they decay.
+# η_t is the learning rate of this step (card 52). Only matrices decay, both tables included. A bias
+# or a gain is one number for a whole column and cannot learn a text by heart, and pulling a gain
+# towards 0 would silence its feature. Rows of the position table that no window uses get no
+# gradient, but they decay.
 #
 # In code, 50.1 reads m + (1 - β1)(g - m), which is the same with the brackets multiplied out: m
 # moves a share 1 - β1 of the way to g. 50.2 likewise.
 #
 # The rule treats each number alone. So all arrays can be laid end to end in one long vector, and
-# each line below, written once, serves the whole model: a dozen NumPy calls instead of a dozen for
-# each array. `pieces` are views into the long vector of steps, one for each name, in the shape of
-# its array. The matrices lie in front, so decay concerns the first part of the vector. The arrays
-# in `params` are changed themselves, not replaced.
+# each line of 50.1 to 50.6, written once, serves the whole model, with one NumPy call where there
+# would be one for each array. `pieces` are views into the long vector of steps, one for each name,
+# in the shape of its array. The matrices lie in front, so decay concerns the first part of the
+# vector. The arrays in `params` are changed themselves, not replaced.
 #
 # Shapes at the default sizes; head_w decays and head_b does not:
 #
@@ -2874,13 +2953,13 @@ def demo_adamw():
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
     opt = AdamW(params, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.2)
     print("η = 0.01, β1 = 0.9, β2 = 0.99, λ = 0.2; a matrix and a bias, both 2 at first")
-    print(" t     g        m        v     mhat     vhat        u    matrix      bias")
+    print(" t     g        m         v    mhat     vhat  (50.5)    matrix      bias")
     for g in (0.3, -0.1, 0.2):
         opt.step(params, {"matrix": np.array([[g]]), "bias": np.array([g])}, lr=0.01)
         m, v = opt.m["bias"].item(), opt.v["bias"].item()
         mhat, vhat = m / (1 - 0.9 ** opt.t), v / (1 - 0.99 ** opt.t)
-        print(f"{opt.t:2}{g:6.1f}{m:9.4f}{v:9.4f}{mhat:9.4f}{vhat:9.4f}"
-              f"{mhat / math.sqrt(vhat):9.4f}{params['matrix'].item():10.5f}"
+        print(f"{opt.t:2}{g:6.1f}{m:9.4f}{v:10.6f}{mhat:8.4f}{vhat:9.5f}"
+              f"{mhat / math.sqrt(vhat):8.4f}{params['matrix'].item():10.5f}"
               f"{params['bias'].item():10.5f}")
     print("first step: matrix 2 - 0.01 * (1 + 0.2 * 2) = 1.986, bias 2 - 0.01 * 1 = 1.99")
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
@@ -2889,14 +2968,16 @@ def demo_adamw():
     params = {"w": np.array([[1.0, -2.0, 0.5]])}
     opt = AdamW(params, beta1=0.5, beta2=0.8, eps=0.1, weight_decay=0.0)
     opt.step(params, {"w": np.array([[0.4, -0.2, 0.0]])}, lr=0.1)
-    show("large ε", params["w"])
+    print("w = 1, -2, 0.5 and g = 0.4, -0.2, 0 with η = 0.1, ε = 0.1, λ = 0: the first step")
+    print("is 0.1 g / (|g| + 0.1), and w becomes")
+    show("", params["w"])
     e = example(50)
     before = e.params["head_b"][e.y].copy()
     AdamW(e.params, weight_decay=0.1).step(e.params, e.grads, lr=0.05)
     show("targets y", e.y)
     show("d head_b", e.grads["head_b"][e.y])
     show("head_b", before)
-    show("one step", e.params["head_b"][e.y])
+    show("η = 0.05", e.params["head_b"][e.y])
 
 
 if __name__ == "__main__": demo(demo_adamw)
@@ -2904,19 +2985,20 @@ if __name__ == "__main__": demo(demo_adamw)
 # %% [markdown]
 # ### 51. Gradient clipping
 #
-# Now and then a batch gives a gradient far larger than usual. One such step can undo a hundred good
-# ones. So the gradients of all arrays are taken as one long vector, and where that vector is longer
-# than c, it is shortened to length c. Its direction stays.
+# Now and then a batch gives a gradient far larger than usual. It fills both running means of card
+# 50: m then points its way for many steps, and v stays so large that the steps after them are too
+# small. So the gradients of all arrays are taken as one long vector, and where that vector is
+# longer than c, it is shortened to length c. Its direction stays.
 #
 #     ‖g‖ = √(Σ_k Σ_i g_ki²)                                                             (51.1)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
 #
 # k runs over the names, i over all entries of an array. One norm serves all: clipping each array by
-# itself would change the direction. Gradients are never lengthened. The squares of each array are
-# one product of the array with itself. In float32 the square of 1e20 is too large to be held and
-# that of 1e-23 too small; where the sum comes near such limits, it is formed again in float64. A
-# norm that is not finite is returned as it is and nothing is scaled; it is the caller's sign to
-# stop (see `train`).
+# itself would change the direction. Gradients are never lengthened. The sum of squares of an array
+# is its dot product with itself. In float32 the square of 1e20 is too large to be held and that of
+# 1e-23 too small; where the sum comes near such limits, it is formed again in float64. A norm that
+# is not finite is returned as it is and nothing is scaled; it is the caller's sign to stop (see
+# `train`).
 #
 # Shapes: values change, shapes do not.
 
@@ -2949,7 +3031,7 @@ def demo_clipping():
     norm = clip_grad_norm(e.grads, 1.0)
     print(f"the running example: norm {norm:.4f}, clipped to 1; d head_b becomes")
     show("", e.grads["head_b"], digits=2)
-    print(f"its norm now: {clip_grad_norm(e.grads, 2.0):.4f}")
+    print(f"norm of all gradients together now: {clip_grad_norm(e.grads, 2.0):.4f}")
 
 
 if __name__ == "__main__": demo(demo_clipping)
@@ -3003,7 +3085,7 @@ if __name__ == "__main__": demo(demo_schedule)
 # ### 53. Mini-batch loss and gradient
 #
 # The loss of a batch is the mean of the losses of its windows, and since the derivative of a mean
-# is the mean of the derivatives, so are the gradients. B is the real number of windows: the last
+# is the mean of the derivatives, so are the gradients. B is the actual number of windows: the last
 # batch of an epoch may be smaller.
 #
 #     B = number of rows of xb                                                           (53.1)
@@ -3056,6 +3138,10 @@ def demo_mini_batch():
     loss, grads = batch_loss_and_grads(e.params, e.xs, e.ys, e.config)
     losses = [number(loss_i, 4) for loss_i, _ in one]
     print(f"batch     loss ({' + '.join(losses)}) / {len(one)} = {loss:.4f}")
+    show("d bo", grads["block0.bo"])
+    xs, ys = np.tile(e.xs, (1101, 1)), np.tile(e.ys, (1101, 1))
+    loss, grads = batch_loss_and_grads(e.params, xs, ys, e.config)
+    print(f"each of them 1101 times, {len(xs)} windows in two parts: loss {loss:.4f}")
     show("d bo", grads["block0.bo"])
 
 
@@ -3130,13 +3216,16 @@ def validation_loss(params, x, y, config):
 def demo_validation_loss():
     e = example(55)
     x, y = make_windows(e.val_ids, 3, stride=1)
-    print(f"held-out ids {e.val_ids.tolist()}: {len(x)} windows")
+    print(f"held-out ids {e.val_ids.tolist()}, stride 1: {len(x)} windows")
     losses = [cross_entropy_forward(forward(e.params, row, e.config)[0], target)[0]
               for row, target in zip(x, y)]
     for row, target, loss in zip(x, y, losses):
         print(f"x {row.tolist()}  y {target.tolist()}  loss {loss:.4f}")
     print(f"({' + '.join(number(loss, 4) for loss in losses)}) / {len(losses)} = "
           f"{validation_loss(e.params, x, y, e.config):.4f}")
+    more_x, more_y = np.vstack([x[:1]] * 100 + [x]), np.vstack([y[:1]] * 100 + [y])
+    print(f"the first window 101 times, then the other two, in groups of 64, 39: "
+          f"{validation_loss(e.params, more_x, more_y, e.config):.4f}")
 
 
 if __name__ == "__main__": demo(demo_validation_loss)
@@ -3157,7 +3246,8 @@ if __name__ == "__main__": demo(demo_validation_loss)
 #
 #     τ < 1e-6  ⇒  next = argmax_i z_i                                                   (56.1)
 #
-# Nothing is drawn then, and top-k and top-p play no part. Among equal logits the lowest id wins.
+# Nothing is drawn at random then, so the cards that follow play no part. This choice is called
+# greedy. Among equal logits the lowest id wins.
 #
 # Shapes:  z (V,) gives a whole number.
 
@@ -3184,7 +3274,7 @@ if __name__ == "__main__": demo(demo_greedy)
 #
 # Always taking the likeliest token makes dull text that runs in circles. Drawing by the model's
 # probabilities makes lively text with mistakes, because all the unlikely tokens together are quite
-# likely. The temperature lies between: it divides the logits before softmax.
+# likely. A temperature between 0 and 1 lies between the two: it divides the logits before softmax.
 #
 #     p = softmax(z / τ)                                                                 (57.1)
 #
@@ -3260,10 +3350,10 @@ if __name__ == "__main__": demo(demo_top_k)
 #     s = min {m : C_m ≥ top_p},  keep order[0], ..., order[s]                           (59.3)
 #     q_i = p_i / (p[order[0]] + ... + p[order[s]]) for kept i,  q_i = 0 otherwise       (59.4)
 #
-# The token that takes the total to the threshold is kept, so one always stays. The sort is stable:
-# among equal probabilities the lower id ranks first. A threshold of 1 keeps all; it is treated
-# apart, because rounding may let the total reach 1 too early or never. For the same reason a
-# threshold that no total reaches keeps all.
+# p is what top-k has left. The token that takes the total to the threshold is kept, so one always
+# stays. The sort is stable: among equal probabilities the lower id ranks first. A threshold of 1
+# keeps all; it is treated apart, because rounding may let the total reach 1 too early or never. For
+# the same reason a threshold that no total reaches keeps all.
 #
 # Shapes:  p (V,) gives q (V,).
 
@@ -3293,6 +3383,9 @@ def demo_top_p():
         show(f"top_p {top_p}", keep_top_p(p, top_p))
     print("0.5 is reached by the first token alone; 0.76 needs a third, and of the two")
     print("equal ones the lower id comes first")
+    tail = np.array([1.0, 1e-20])
+    kept = [np.count_nonzero(keep_top_p(tail, top_p)) for top_p in (0.999, 1.0)]
+    print(f"p = 1, 1e-20: top_p 0.999 keeps {kept[0]}, top_p 1 keeps {kept[1]} tokens")
 
 
 if __name__ == "__main__": demo(demo_top_p)
@@ -3310,8 +3403,8 @@ if __name__ == "__main__": demo(demo_top_p)
 # first whose running total exceeds r. Since rounding may make the total slightly less than 1, r is
 # scaled by the total. The generator is passed in, so a seed fixes the text.
 #
-# Logits that are not finite come from a model that has gone wrong, and are refused. A single -∞
-# only rules a token out.
+# A model that has gone wrong gives logits that are no numbers, or +∞, or -∞ for all tokens. They
+# are refused. A -∞ among finite logits is accepted; it only rules its token out.
 #
 # Shapes:  logits (V,) give a whole number.
 
@@ -3328,8 +3421,9 @@ def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
     if not np.isfinite(z.max()):                            # nan and +inf reach the maximum
         raise ValueError("the model's output is not finite: it has diverged in training")
     if temperature < 1e-6:
-        return (np.arange(z.size) == greedy(z)).astype(np.float64)          # (V,)
-    p = temperature_softmax(z, temperature)                                 # (V,)
+        p = np.where(np.arange(z.size) == greedy(z), 1.0, 0.0)              # (V,)
+    else:
+        p = temperature_softmax(z, temperature)                             # (V,)
     return keep_top_p(keep_top_k(p, top_k), top_p)                          # (V,)
 
 
@@ -3359,6 +3453,12 @@ def demo_random_choice():
     show("τ 2", next_probabilities(z, 2.0))
     show("τ 2, k 3", next_probabilities(z, 2.0, 3))
     show("and p 0.6", next_probabilities(z, 2.0, 3, 0.6))
+    show("τ 0", next_probabilities(z, 0.0))
+    close = np.array([0.0, 1e-6])
+    for temperature in (1e-6, 9e-7):
+        drawn = [sample_next(close, rng, temperature) for _ in range(12)]
+        print(f"z = 0, 1e-6, τ = {temperature:g}: p_1 = "
+              f"{next_probabilities(close, temperature)[1]:.4f}, drawn {drawn}")
 
 
 if __name__ == "__main__": demo(demo_random_choice)
@@ -3366,17 +3466,18 @@ if __name__ == "__main__": demo(demo_random_choice)
 # %% [markdown]
 # ### 61. Autoregressive loop
 #
-# To write, the model reads the last w ids, scores the next one, draws it, puts it at the end and
-# reads again. Its own words become its input; that is what autoregressive means.
+# To write, the model is given some text, the prompt. It reads the last w ids, scores the next one,
+# draws it, puts it at the end and reads again. Its own words become its input; that is what
+# autoregressive means.
 #
 #     x = ids[-w:]                                                                       (61.1)
 #     logits = forward(x),  z = logits[T-1]                                              (61.2)
 #     ids ← ids + [sample_next(z, τ, top_k, top_p)]                                      (61.3)
 #
-# w is the trained window T, not Tmax: rows of the position table past T were never trained, by 27.3,
-# and the check of 45.1 alone would let them be read. Here T in 61.2 is the length of x, which is
-# less than w while the text is short. Only the last row of the logits is used. The prompt of the
-# caller is not changed.
+# w is the context, the length of the trained windows, and not Tmax: rows of the position table past
+# it were never trained (see 27.3), and the check of 45.1 alone would let them be read. T in 61.2 is
+# the length of x, which is less than w while the text is short. Only the last row of the logits is
+# used. The list of the caller is not changed.
 #
 # Shapes at the default sizes:
 #

@@ -51,7 +51,7 @@ def test_no_number_sits_on_a_rounding_edge(relative, capsys, monkeypatch):
             return self.rng.integers(*args) * (1 + relative)
 
     real = np.random.default_rng
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: Nudged(seed) if seed == 237
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: Nudged(seed) if seed == 2125
                         else real(seed))
     assert {name: printed(play, capsys) for name, play in DEMOS.items()} == before
 
