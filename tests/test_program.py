@@ -1,4 +1,6 @@
 """The program as its users meet it: commands, options, bad input, output."""
+import contextlib
+import io
 import os
 import re
 import signal
@@ -18,11 +20,23 @@ SMALL = ["--merges", "20", "--context", "8", "--max-context", "10", "--width", "
          "--hidden", "20", "--layers", "1", "--batch", "4", "--stride", "3"]
 
 
-def run(*args, cwd=None, env=None, text=True, stdin=None):
+def run(*args, cwd=None):
+    """Run the command line inside this process, which is much faster."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd or "."), contextlib.redirect_stdout(out), \
+            contextlib.redirect_stderr(err):
+        try:
+            code = t.main([str(arg) for arg in args])
+        except SystemExit as stop:
+            code = stop.code
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+def run_process(*args, cwd=None, env=None, text=True):
     """Run the command line in a process of its own."""
     return subprocess.run([sys.executable, str(ROOT / "tinygpt.py"), *map(str, args)], cwd=cwd,
                           env={**os.environ, **(env or {})}, text=text, capture_output=True,
-                          stdin=stdin or subprocess.DEVNULL, timeout=60,
+                          stdin=subprocess.DEVNULL, timeout=60,
                           encoding="utf-8" if text else None)
 
 
@@ -40,8 +54,8 @@ def folder(tmp_path_factory):
     """A folder with text.txt and a model.npz trained on it, and what the training printed."""
     path = tmp_path_factory.mktemp("trained")
     (path / "text.txt").write_text(TEXT, encoding="utf-8")
-    result = run("train", "--text", "text.txt", "--out", "model.npz", *SMALL, "--steps", 120,
-                 "--eval-every", 40, cwd=path)
+    result = run_process("train", "--text", "text.txt", "--out", "model.npz", *SMALL, "--steps", 120,
+                         "--eval-every", 40, cwd=path)
     assert result.returncode == 0, result.stderr
     path.joinpath("stdout").write_text(result.stdout, encoding="utf-8")
     path.joinpath("stderr").write_text(result.stderr, encoding="utf-8")
@@ -160,8 +174,7 @@ def test_ctrl_c_saves_and_a_resumed_run_equals_one_that_never_stopped(folder, tm
 # ---- generation -------------------------------------------------------------------------------
 
 def test_generate_continues_the_prompt(folder):
-    result = run("generate", "--prompt", "the hen", "--tokens", 30, cwd=folder,
-                 env={"PYTHONUTF8": "0"})
+    result = run_process("generate", "--prompt", "the hen", "--tokens", 30, cwd=folder)
     again = run("generate", "--prompt", "the hen", "--tokens", 30, "--model", "model.npz",
                 cwd=folder)
     assert result.returncode == 2 and "tinygpt.npz" in result.stderr
@@ -260,8 +273,8 @@ def test_line_ends_and_byte_order_mark(data, tmp_path):
 def test_utf_8_is_read_under_any_locale(tmp_path):
     (tmp_path / "text.txt").write_text("déjà vu, naïve café. " * 20, encoding="utf-8")
     env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    result = run("train", "--text", "text.txt", "--context", 4, "--merges", 5, "--steps", 2,
-                 cwd=tmp_path, env=env)
+    result = run_process("train", "--text", "text.txt", "--context", 4, "--merges", 5, "--steps", 2,
+                         cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr
     assert "é" in t.load_checkpoint(tmp_path / "tinygpt.npz").tokenizer.itos
 
@@ -272,7 +285,7 @@ def test_narrow_consoles(encoding, tmp_path):
     env = {"PYTHONIOENCODING": encoding}
     for args in (["train", "--text", "text.txt", "--context", 4, "--merges", 3, "--steps", 3],
                  ["generate", "--tokens", 20], ["demo", "softmax", "adamw"]):
-        result = run(*args, cwd=tmp_path, env=env, text=False)
+        result = run_process(*args, cwd=tmp_path, env=env, text=False)
         assert result.returncode == 0 and b"Traceback" not in result.stderr, result.stderr
 
 
@@ -352,5 +365,5 @@ def test_usage_errors_take_one_line():
 
 def test_without_numpy_one_line(tmp_path):
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('no numpy')")
-    result = run("demo", env={"PYTHONPATH": str(tmp_path)})
+    result = run_process("demo", env={"PYTHONPATH": str(tmp_path)})
     refused(result, "pip install numpy")
