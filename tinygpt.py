@@ -3702,7 +3702,7 @@ def number_type(kind, low, high=math.inf, open_low=False, open_high=False):
 
 whole, share = number_type(int, 1), number_type(float, 0, 1, open_high=True)
 SIZES = {                       # what a checkpoint fixes: option, default, check, meaning
-    "merges": (440, number_type(int, 0), "merges the tokenizer may learn; 0: plain characters"),
+    "merges": (1700, number_type(int, 0), "merges the tokenizer may learn; 0: plain characters"),
     "context": (16, whole, "tokens in a window, T"),
     "max-context": (32, whole, "rows of the position table, Tmax"),
     "width": (32, whole, "numbers that describe a token, d"),
@@ -3710,21 +3710,21 @@ SIZES = {                       # what a checkpoint fixes: option, default, chec
     "hidden": (128, whole, "width of the feed-forward layer, F"),
     "layers": (2, whole, "blocks, L"),
     "batch": (16, whole, "windows in a step, B"),
-    "stride": (8, whole, "tokens from the start of one window to the next"),
+    "stride": (4, whole, "tokens from the start of one window to the next"),
     "val-fraction": (0.1, share, "share of the text held out for validation; 0: none"),
     "seed": (0, number_type(int, 0), "seed of starting values, batches and samples"),
 }
 TRAINING = {                    # what may change when training goes on
     "epochs": (0, number_type(int, 0), "passes over the text; 0: --steps says it"),
-    "steps": (12000, number_type(int, 0), "steps in all; with --epochs: stop there"),
-    "lr": (0.01, number_type(float, 0), "largest learning rate"),
+    "steps": (4000, number_type(int, 0), "steps in all; with --epochs: stop there"),
+    "lr": (0.02, number_type(float, 0), "largest learning rate"),
     "lr-min": (0.0005, number_type(float, 0), "learning rate at the end"),
     "warmup": (100, number_type(int, 0), "steps until the largest learning rate"),
     "beta1": (0.9, share, "AdamW: share kept of the mean gradient"),
     "beta2": (0.99, share, "AdamW: share kept of the mean square"),
-    "weight-decay": (0.05, number_type(float, 0), "AdamW: pull of matrices towards 0"),
+    "weight-decay": (0.25, number_type(float, 0), "AdamW: pull of matrices towards 0"),
     "clip": (1.0, number_type(float, 0), "largest norm of the gradients; 0: off"),
-    "eval-every": (1000, number_type(int, 0), "steps between validations; 0: only at the end"),
+    "eval-every": (500, number_type(int, 0), "steps between validations; 0: only at the end"),
 }
 
 
