@@ -4070,6 +4070,122 @@ def play_demos(options):
     return 0
 
 
+def training_step(config, batch):
+    """A function that takes one step as `train` does, on random ids, and one for its products."""
+    rng = np.random.default_rng(0)
+    params = init_params(config, rng)
+    optimizer = AdamW(params)
+    x, y = (rng.integers(0, config.vocab_size, (batch, config.context)) for _ in range(2))
+
+    def step():
+        _, grads = batch_loss_and_grads(params, x, y, config)
+        clip_grad_norm(grads, 1.0)
+        optimizer.step(params, grads, 1e-3)
+
+    N, T, d, F = batch * config.context, config.context, config.width, config.hidden
+    H, V, dh = config.heads, config.vocab_size, d // config.heads
+    new = lambda *shape: rng.random(shape, np.float32)
+    X, A, Z, W, W1, Wh = new(N, d), new(N, F), new(N, V), new(d, d), new(d, F), new(d, V)
+    Q, S = new(batch, H, T, dh), new(batch, H, T, T)
+
+    def products():
+        for _ in range(config.layers):
+            for _ in range(4):                      # wq, wk, wv, wo
+                X @ W, X @ W.T, X.T @ X
+            for _ in range(2):                      # ff1_w, ff2_w
+                X @ W1, A @ W1.T, X.T @ A
+            Q @ Q.swapaxes(-1, -2), S @ Q           # scores, weighted values
+            Q @ Q.swapaxes(-1, -2), S.swapaxes(-1, -2) @ Q, S @ Q, S.swapaxes(-1, -2) @ Q
+        X @ Wh, Z @ Wh.T, X.T @ Z
+
+    return step, products
+
+
+def milliseconds(*functions, seconds=0.2, rounds=9):
+    """The median time of a call of each function; they take turns in blocks."""
+    counts, times = [], [[] for _ in functions]
+    for function in functions:
+        function()
+        start = time.perf_counter()
+        function()
+        counts.append(max(1, round(seconds / max(time.perf_counter() - start, 1e-9))))
+    for _ in range(rounds):
+        for function, count, block in zip(functions, counts, times):
+            start = time.perf_counter()
+            for _ in range(count):
+                function()
+            block.append((time.perf_counter() - start) / count * 1000)
+    return [sorted(block)[rounds // 2] for block in times]
+
+
+def run_bench(options):
+    """Measure speed and memory of training, tokenizer and generation on this machine."""
+    text = read_text(options.text)
+    prepare_for_training()
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, NumPy {np.__version__}, "
+          f"BLAS {blas.get('name')} {blas.get('version')}")
+    if options.scale:
+        return bench_scale()
+    default = ModelConfig(512)
+    wide = ModelConfig(65, 64, 64, width=128, heads=4, hidden=512, layers=4)
+    print(f"{'work':54}{'median':>12}{'rate':>22}")
+    for config, batch in ((default, 16), (wide, 12)):
+        step, products = milliseconds(*training_step(config, batch))
+        c = config
+        what = (f"training step, V={c.vocab_size} T={c.context} B={batch} L={c.layers} "
+                f"H={c.heads} d={c.width}")
+        print(f"{what:54}{step:9.2f} ms{batch * c.context / step * 1000:13,.0f} tokens/s")
+        print(f"{'  its matrix products alone':54}{products:9.2f} ms{products / step:16.0%} of it")
+    start = time.perf_counter()
+    tokenizer = build_tokenizer(text, 500)
+    middle = time.perf_counter()
+    ids = tokenizer.encode(text)
+    end = time.perf_counter()
+    name = Path(options.text).name
+    for what, seconds in ((f"BPE training, 500 merges on {name}", middle - start),
+                          (f"encoding {name}, {len(ids):,} tokens", end - middle)):
+        print(f"{what:54}{seconds * 1000:9.0f} ms{len(text) / seconds / 1e6:13.2f} MB/s")
+    params = init_params(default, np.random.default_rng(0))
+    start = time.perf_counter()
+    generate(params, default, [1], 1000, np.random.default_rng(0))
+    seconds = time.perf_counter() - start
+    print(f"{'generation, default sizes, 1,000 tokens':54}{seconds * 1000:9.0f} ms"
+          f"{1000 / seconds:13,.0f} tokens/s")
+    with contextlib.suppress(ImportError):          # not on every system
+        import resource
+        unit = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        print(f"{'peak memory of all this':54}{peak:9.0f} MB")
+    return 0
+
+
+def bench_scale():
+    """How time and memory of a step grow with T, d, L and B: two doublings and the exponent."""
+    import tracemalloc
+    base = {"T": 64, "d": 64, "L": 2, "B": 8}
+    print(f"{'doubled':9}{'sizes':>15}{'ms a step':>24}{'exponent':>10}"
+          f"{'MB at the peak':>24}{'exponent':>10}")
+    for name in base:
+        sizes = [base[name] * factor for factor in (1, 2, 4)]
+        times, peaks = [], []
+        for size in sizes:
+            s = base | {name: size}
+            config = ModelConfig(64, s["T"], s["T"], s["d"], heads=4, hidden=4 * s["d"],
+                                 layers=s["L"])
+            step, _ = training_step(config, s["B"])
+            times += milliseconds(step, seconds=0.1, rounds=5)
+            tracemalloc.start()
+            step()
+            peaks.append(tracemalloc.get_traced_memory()[1] / 2 ** 20)
+            tracemalloc.stop()
+        grow = lambda values: math.log2(values[2] / values[0]) / 2
+        print(f"{name:9}{'{} {} {}'.format(*sizes):>15}"
+              f"{'{:.1f} {:.1f} {:.1f}'.format(*times):>24}{grow(times):10.2f}"
+              f"{'{:.1f} {:.1f} {:.1f}'.format(*peaks):>24}{grow(peaks):10.2f}")
+    return 0
+
+
 TOUR = """tinygpt is a GPT in one file, a book that runs. Type, in this order:
 
   python tinygpt.py train              learn from corpus.txt, about a minute, then write
@@ -4126,6 +4242,11 @@ def build_parser():
     p = command("demo", play_demos, "play the worked examples of the cards, all or some")
     p.add_argument("names", nargs="*", metavar="NAME", help="a card's name or number")
     p.add_argument("--list", action="store_true", help="list the cards")
+
+    p = command("bench", run_bench, "measure speed and memory on this machine")
+    p.add_argument("--text", default=str(here / "corpus.txt"), metavar="FILE",
+                   help="UTF-8 text for the tokenizer (corpus.txt)")
+    p.add_argument("--scale", action="store_true", help="how the cost grows with T, d, L and B")
 
     p = command("gradcheck", run_gradcheck, "hold every gradient against central differences")
     add(p, "samples", 20, whole, "entries drawn from each array (20)")
