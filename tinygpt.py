@@ -236,6 +236,14 @@ def show(name, array, digits=4):
         print(f"{name if i == 0 else '':10}" + "".join(f"{text:>{width}}" for text in row))
 
 
+def refused(function, *args):
+    """Print what a function says about input that it should refuse."""
+    try:
+        print(f"accepted: {function(*args)}")
+    except ValueError as error:
+        print(f"refused: {error}")
+
+
 def demo(function):
     """Play a demo at once in a notebook; in a program the command line plays it."""
     if "get_ipython" in globals():
@@ -567,6 +575,7 @@ def demo_encode_decode():
     print(f"decoded  {tokenizer.decode(ids)!r}")
     print(f"a character that was never seen: {'sad'!r} -> {tokenizer.encode('sad')}"
           f" -> {tokenizer.decode(tokenizer.encode('sad'))!r}")
+    refused(tokenizer.decode, [9, 10])
     order = [("y", "z"), ("x", "y")]
     print(f"with the merges y+z, x+y: xyz -> {apply_merges('xyz', order)}, "
           f"xyzxy -> {apply_merges('xyzxy', order)}")
@@ -615,6 +624,8 @@ def demo_split():
     print(f"validation  {val_ids.tolist()}")
     print(f"(1 - 0.9) * 10 in floating point is {(1 - 0.9) * 10:.16f}; "
           f"cut = {len(split_ids(range(10), 0.9)[0])}")
+    print(f"ρ = 0 holds nothing out: cut = {len(split_ids(e.ids, 0.0)[0])}")
+    refused(split_ids, e.ids, 1.0)
 
 
 if __name__ == "__main__": demo(demo_split)
@@ -668,6 +679,9 @@ def demo_windows():
     print("the running example, T = 3, stride 3:")
     show("x", x, digits=0)
     show("y", y, digits=0)
+    for T, stride in ((1, 0), (0, 1)):
+        refused(make_windows, ids, T, stride)
+    print(f"T = 1, stride 1 is the least: {len(make_windows(ids, 1, 1)[0])} windows")
 
 
 if __name__ == "__main__": demo(demo_windows)
@@ -741,6 +755,8 @@ def demo_batches():
             rows = [np.flatnonzero((x == row).all(axis=1))[0].item() for row in xb]
             print(f"epoch {epoch}  windows {str(rows):10}  x {xb.tolist()}")
             print(f"{'':28} y {yb.tolist()}")
+    print(f"B = 1 gives {len(list(iterate_batches(x, y, 1, rng)))} batches")
+    refused(lambda batch: len(list(iterate_batches(x, y, batch, rng))), 0)
 
 
 if __name__ == "__main__": demo(demo_batches)
@@ -1178,6 +1194,8 @@ def demo_cross_entropy():
     e = example(17)
     logits = e.X0 @ e.params["head_w"] + e.params["head_b"]
     loss, P = cross_entropy_forward(logits, e.y)
+    for targets in ([7, 8, 10], [-1, 8, 3], []):
+        refused(cross_entropy_forward, logits, np.array(targets))
     print("the running example, as if the head (card 45) came straight after the tables:")
     show("logits", logits, digits=2)
     show("P", P, digits=2)
@@ -1581,6 +1599,9 @@ def demo_token_embedding():
         show(f"{i} {token!r}", row, digits=1)
     print(f"window x = {e.x.tolist()} = {[e.tokenizer.itos[i] for i in e.x]}")
     show("E[x]", token_embedding(e.params["tok_emb"], e.x), digits=1)
+    show("E[0, 9]", token_embedding(e.params["tok_emb"], np.array([0, 9])), digits=1)
+    for ids in ([-1, 9], [0, 10]):
+        refused(token_embedding, e.params["tok_emb"], np.array(ids))
 
 
 if __name__ == "__main__": demo(demo_token_embedding)
@@ -1802,7 +1823,7 @@ def head_width(d, heads):
     """dh = d / H; ValueError where that is not a whole number (card 29)."""
     if heads < 1 or d % heads:
         raise ValueError(f"width {d} cannot be shared by {heads} heads: "
-                         f"make the width a multiple of the heads")
+                         f"make it a multiple of them")
     return d // heads                                                       #         (29.1)
 
 
@@ -1824,6 +1845,9 @@ def demo_heads():
     show("M", M)
     for h in range(3):
         show(f"M({h})", head_columns(M, 3, h))
+    print(f"one head has all columns: dh = {head_width(6, 1)}")
+    for heads in (4, 0):
+        refused(head_width, 6, heads)
 
 
 if __name__ == "__main__": demo(demo_heads)
@@ -2640,6 +2664,10 @@ def demo_model_forward():
     chosen = P[np.arange(3), e.y]
     print(f"P of the targets: {chosen[0]:.4f}, {chosen[1]:.4f}, {chosen[2]:.4f}")
     print(f"loss {loss:.4f}, perplexity {perplexity(loss):.2f} (an even guess: 10)")
+    lengths = [len(forward(e.params, [1] * T, e.config)[0]) for T in (1, 5)]
+    print(f"sequences of 1 and 5 ids give {lengths[0]} and {lengths[1]} rows of logits")
+    for T in (0, 6):
+        refused(forward, e.params, np.ones(T, int), e.config)
 
 
 if __name__ == "__main__": demo(demo_model_forward)
@@ -3027,11 +3055,14 @@ def demo_clipping():
     huge = {"a": np.full(4, 3e19, np.float32)}
     print(f"four times 3e19 in float32: norm {clip_grad_norm(huge, 1.0):.0e}, "
           f"clipped to {huge['a'][0]:.4f} each")
+    wild = {"a": np.array([math.inf, 2.0])}
+    print(f"inf and 2: norm {clip_grad_norm(wild, 1.0)}, left as they are: {wild['a'].tolist()}")
     e = example(51)
     norm = clip_grad_norm(e.grads, 1.0)
     print(f"the running example: norm {norm:.4f}, clipped to 1; d head_b becomes")
     show("", e.grads["head_b"], digits=2)
     print(f"norm of all gradients together now: {clip_grad_norm(e.grads, 2.0):.4f}")
+    refused(clip_grad_norm, e.grads, 0)
 
 
 if __name__ == "__main__": demo(demo_clipping)
@@ -3226,6 +3257,8 @@ def demo_validation_loss():
     more_x, more_y = np.vstack([x[:1]] * 100 + [x]), np.vstack([y[:1]] * 100 + [y])
     print(f"the first window 101 times, then the other two, in groups of 64, 39: "
           f"{validation_loss(e.params, more_x, more_y, e.config):.4f}")
+    print(f"one window alone: {validation_loss(e.params, x[:1], y[:1], e.config):.4f}")
+    refused(validation_loss, e.params, x[:0], y[:0], e.config)
 
 
 if __name__ == "__main__": demo(demo_validation_loss)
@@ -3334,6 +3367,7 @@ def demo_top_k():
     for k in (1, 2, 3, 4, 5, 0):
         show(f"k = {k}", keep_top_k(p, k))
     print("k = 2 keeps three tokens: two tie for second place")
+    refused(keep_top_k, p, -1)
 
 
 if __name__ == "__main__": demo(demo_top_k)
@@ -3386,6 +3420,8 @@ def demo_top_p():
     tail = np.array([1.0, 1e-20])
     kept = [np.count_nonzero(keep_top_p(tail, top_p)) for top_p in (0.999, 1.0)]
     print(f"p = 1, 1e-20: top_p 0.999 keeps {kept[0]}, top_p 1 keeps {kept[1]} tokens")
+    for top_p in (0, 1.5):
+        refused(keep_top_p, p, top_p)
 
 
 if __name__ == "__main__": demo(demo_top_p)
@@ -3454,6 +3490,10 @@ def demo_random_choice():
     show("τ 2, k 3", next_probabilities(z, 2.0, 3))
     show("and p 0.6", next_probabilities(z, 2.0, 3, 0.6))
     show("τ 0", next_probabilities(z, 0.0))
+    for temperature in (-1.0, math.inf):
+        refused(next_probabilities, z, temperature)
+    for logits in ([0.0, math.nan], [0.0, math.inf], [-math.inf, -math.inf]):
+        refused(next_probabilities, logits)
     close = np.array([0.0, 1e-6])
     for temperature in (1e-6, 9e-7):
         drawn = [sample_next(close, rng, temperature) for _ in range(12)]
@@ -3522,6 +3562,9 @@ def demo_autoregressive_loop():
         shares = ", ".join(f"{e.tokenizer.itos[i]!r} {p[i]:.2f}" for i in best)
         print(f"x {str(x.tolist()):11} -> {shares:36} drawn {e.tokenizer.itos[ids[-1]]!r}")
     print(f"sampled: {e.tokenizer.decode(ids)!r}")
+    print(f"no tokens: {generate(e.params, e.config, [1, 7], 0, rng)}")
+    refused(generate, e.params, e.config, [1, 7], -1, rng)
+    refused(generate, e.params, e.config, [], 1, rng)
 
 
 if __name__ == "__main__": demo(demo_autoregressive_loop)
