@@ -1044,17 +1044,22 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # A score of -∞ gets exactly probability 0. The largest score of a row must be finite.
 #
+# Fresh memory for a large array costs a computer more than the arithmetic on it. So from here on,
+# where an array is no longer needed, the next one takes its place: `out=e` writes into e, and `/=`
+# divides e itself. This is only ever done to arrays that the function has made itself.
+#
 # Shapes at the default sizes, where attention uses it; x is the row of scores of each query:
 #
 #     x (H, T, T) = (2, 16, 16)
-#     p (H, T, T) = (2, 16, 16)
+#     e (H, T, T) = (2, 16, 16)
 
 # %%
 def softmax_forward(x):
     """Probabilities p along the last axis of the scores x, of the same shape (card 15)."""
-    e = np.exp(x - x.max(axis=-1, keepdims=True))                           # (H, T, T)  (15.1)
-    p = e / row_sums(e)                                                     # (H, T, T)  (15.2)
-    return p
+    e = x - x.max(axis=-1, keepdims=True)                                   # (H, T, T)
+    np.exp(e, out=e)                                                        # (H, T, T)  (15.1)
+    e /= row_sums(e)                                                        # (H, T, T)  (15.2)
+    return e
 
 
 def demo_softmax():
@@ -1106,8 +1111,8 @@ if __name__ == "__main__": demo(demo_softmax)
 # %%
 def softmax_backward(p, dp):
     """dx from the output p and dp = ∂loss/∂p, all of one shape (card 16)."""
-    average = row_sums(p * dp)                                              # (H, T, 1)
-    dx = p * (dp - average)                                                 # (H, T, T)  (16.2)
+    dx = dp - row_sums(p * dp)                                              # (H, T, T)
+    dx *= p                                                                 # (H, T, T)  (16.2)
     return dx
 
 
@@ -1161,9 +1166,10 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 #     P (T, V) = (16, V)
 
 # %%
-def cross_entropy_forward(logits, y):
+def cross_entropy_forward(logits, y, n=None):
     """Mean loss, a float, and probabilities P (..., T, V), from logits and targets y (..., T).
 
+    n is the number of positions in the mean, if these are a part of them only (card 53).
     ValueError where there is no position, or a target is outside 0 to V - 1 (card 17).
     """
     V = logits.shape[-1]
@@ -1172,12 +1178,13 @@ def cross_entropy_forward(logits, y):
     if y.min() < 0 or y.max() >= V:
         raise ValueError(f"targets must be ids from 0 to {V - 1}, got {y.min()} to {y.max()}")
     z = rows(logits) - rows(logits).max(axis=-1, keepdims=True)             # (T, V)  (17.1)
-    e = np.exp(z)                                                           # (T, V)
+    z_y = z[np.arange(y.size), y.ravel()]                                   # (T,)
+    e = np.exp(z, out=z)                                                    # (T, V)
     S = row_sums(e)                                                         # (T, 1)
-    logp = z[np.arange(y.size), y.ravel()] - np.log(S[:, 0])                # (T,)    (17.2)
-    loss = -logp.mean()                                                     #         (17.3)
-    P = e / S                                                               # (T, V)  (17.4)
-    return float(loss), P.reshape(logits.shape)
+    logp = z_y - np.log(S[:, 0])                                            # (T,)    (17.2)
+    loss = -float(logp.sum()) / (n or y.size)                               #         (17.3)
+    P = np.divide(e, S, out=e)                                              # (T, V)  (17.4)
+    return loss, P.reshape(logits.shape)
 
 
 def demo_cross_entropy():
@@ -1234,10 +1241,11 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 #     dlogits (T, V) = (16, V)
 
 # %%
-def cross_entropy_backward(P, y):
-    """dlogits (..., T, V) from the probabilities P (..., T, V) and targets y (..., T) (card 18)."""
-    dlogits = rows(P) / y.size                                              # (T, V)
-    dlogits[np.arange(y.size), y.ravel()] -= 1 / y.size                     # (T, V)  (18.2)
+def cross_entropy_backward(P, y, n=None):
+    """dlogits (..., T, V) from P (..., T, V) and targets y (..., T); n as in card 17 (card 18)."""
+    n = n or y.size
+    dlogits = rows(P) * (1 / n)                                             # (T, V)
+    dlogits[np.arange(y.size), y.ravel()] -= 1 / n                          # (T, V)  (18.2)
     return dlogits.reshape(P.shape)
 
 
@@ -1338,8 +1346,9 @@ def layer_norm_forward(X, gamma, beta):
     D = X - mu                                                              # (T, d)
     variance = row_mean(D * D)                                              # (T, 1)  (20.2)
     s = 1 / np.sqrt(variance + EPS)                                         # (T, 1)  (20.3)
-    Xhat = D * s                                                            # (T, d)  (20.4)
-    Y = gamma * Xhat + beta                                                 # (T, d)  (20.5)
+    Xhat = np.multiply(D, s, out=D)                                         # (T, d)  (20.4)
+    Y = gamma * Xhat                                                        # (T, d)
+    Y += beta                                                               # (T, d)  (20.5)
     return Y, (Xhat, s, gamma)
 
 
@@ -1481,7 +1490,9 @@ def layer_norm_backward(dY, cache):
     """dX (..., T, d), dgamma (d,), dbeta (d,) from dY (..., T, d) (card 22)."""
     Xhat, s, gamma = cache
     dXhat = dY * gamma                                                      # (T, d)  (22.1)
-    dX = s * (dXhat - row_mean(dXhat) - Xhat * row_mean(dXhat * Xhat))      # (T, d)  (22.2)
+    dX = dXhat - row_mean(dXhat)                                            # (T, d)
+    dX -= Xhat * row_mean(dXhat * Xhat)                                     # (T, d)
+    dX *= s                                                                 # (T, d)  (22.2)
     dgamma = column_sums(dY * Xhat)                                         # (d,)    (22.3)
     dbeta = column_sums(dY)                                                 # (d,)    (22.4)
     return dX, dgamma, dbeta
@@ -1948,7 +1959,9 @@ if __name__ == "__main__": demo(demo_scores)
 #
 # It is the root of dh, the width of a head, not of d. Training runs in float32, numbers of 4 bytes
 # with about 7 digits. `math.sqrt` gives a Python float, which leaves a float32 array in float32;
-# the float64 number that np.sqrt gives would turn it into float64 from NumPy 2 on.
+# the float64 number that np.sqrt gives would turn it into float64 from NumPy 2 on. The code divides
+# Qh, not the product: each score is a sum of products with one entry of Qh each, so the factor may
+# be taken out, and Qh is the smaller array.
 #
 # Shapes at the default sizes:
 #
@@ -1958,7 +1971,7 @@ if __name__ == "__main__": demo(demo_scores)
 # %%
 def scaled_scores(Qh, Kh):
     """Scores (..., H, T, T) of standard size (card 32)."""
-    S = scores(Qh, Kh) / math.sqrt(Qh.shape[-1])                            # (H, T, T)  (32.1)
+    S = scores(Qh * (1 / math.sqrt(Qh.shape[-1])), Kh)                      # (H, T, T)  (32.1)
     return S
 
 
@@ -1992,17 +2005,26 @@ if __name__ == "__main__": demo(demo_scaling)
 # where a score of 0 is an ordinary score with an ordinary probability. Only -∞ is sure to get
 # exactly probability 0. The diagonal j = i stays, so every row keeps at least one finite score.
 #
+# The code adds a matrix that is 0 where j ≤ i and -∞ elsewhere: adding 0 changes nothing, and any
+# score plus -∞ is -∞. Multiplying would not do, since 0 times ∞ is no number. The matrix is the
+# same for all heads and windows; it is made once for each T and kept.
+#
 # Shapes at the default sizes:
 #
 #     S (H, T, T) = (2, 16, 16)
-#     later (T, T) = (16, 16)
+#     mask (T, T) = (16, 16)
 
 # %%
+@cache
+def later_keys(T, dtype):
+    """A mask (T, T): 0 where j ≤ i, -inf where j > i (card 33)."""
+    mask = np.triu(np.full((T, T), -np.inf, dtype), 1)                      # (T, T)
+    return mask
+
+
 def causal_mask(S):
     """A copy of the scores S (..., T, T) with -inf where the key comes later (card 33)."""
-    T = S.shape[-1]
-    later = np.arange(T) > np.arange(T)[:, None]                            # (T, T)
-    return np.where(later, -np.inf, S)                                      # (H, T, T)  (33.1)
+    return S + later_keys(S.shape[-1], S.dtype)                             # (H, T, T)  (33.1)
 
 
 def demo_causal_mask():
@@ -2696,12 +2718,15 @@ if __name__ == "__main__": demo(demo_model_forward)
 #     dX (T, d) = (16, 32)
 
 # %%
-def loss_and_grads(params, x, y, config):
-    """The loss, a float, and {name: gradient} for ids x and targets y, both (..., T) (card 46)."""
+def loss_and_grads(params, x, y, config, n=None):
+    """The loss, a float, and {name: gradient} for ids x and targets y, both (..., T) (card 46).
+
+    n is the number of positions in the mean, if these are a part of them only (card 53).
+    """
     y = np.asarray(y)                                                       # (T,)
     logits, cache = forward(params, x, config)                              # (T, V)
-    loss, P = cross_entropy_forward(logits, y)                              # (T, V)
-    dlogits = cross_entropy_backward(P, y)                                  # (T, V)
+    loss, P = cross_entropy_forward(logits, y, n)                           # (T, V)
+    dlogits = cross_entropy_backward(P, y, n)                               # (T, V)
     grads = dict.fromkeys(params)                                           # keeps their order
     dXf, grads["head_w"], grads["head_b"] = linear_backward(                # (T, d)  (46.1)
         dlogits, cache["Xf"], params["head_w"])
@@ -2934,7 +2959,9 @@ if __name__ == "__main__": demo(demo_check_params)
 # each line of 50.1 to 50.6, written once, serves the whole model, with one NumPy call where there
 # would be one for each array. `pieces` are views into the long vector of steps, one for each name,
 # in the shape of its array. The matrices lie in front, so decay concerns the first part of the
-# vector. The arrays in `params` are changed themselves, not replaced.
+# vector. Long vectors are worked through in stretches short enough for the fast memory of a core,
+# two of them side by side while the program trains. The arrays in `params` are changed themselves,
+# not replaced.
 #
 # Shapes at the default sizes; head_w decays and head_b does not:
 #
@@ -2942,6 +2969,9 @@ if __name__ == "__main__": demo(demo_check_params)
 #     head_b (V,) = (V,)
 
 # %%
+STRETCH = 2 ** 16
+
+
 class AdamW:
     """The optimizer. `m` and `v` hold the running means by name, `t` the steps taken (card 50)."""
 
@@ -2964,17 +2994,26 @@ class AdamW:
 
     def step(self, params, grads, lr):
         """One update of the arrays in params, with the learning rate lr (card 50)."""
-        g, w, m, v = self.end_to_end(grads), self.end_to_end(params), self.flat_m, self.flat_v
+        g, w = self.end_to_end(grads), self.end_to_end(params)
         self.t += 1
+        stretches = [slice(a, a + STRETCH) for a in range(0, len(w), STRETCH)]
+        update = lambda part: self.update(part, g[part], w[part], self.flat_m[part],
+                                          self.flat_v[part], lr)
+        for _ in (WORKER.map if WORKER and len(stretches) > 1 else map)(update, stretches):
+            pass
+        for name, piece in self.pieces.items():
+            params[name] -= piece                                           #         (50.7)
+
+    def update(self, part, g, w, m, v, lr):
+        """50.1 to 50.6 for one stretch of the long vectors."""
         m += (1 - self.beta1) * (g - m)                                     #         (50.1)
         v += (1 - self.beta2) * (g * g - v)                                 #         (50.2)
         mhat = m * (1 / (1 - self.beta1 ** self.t))                         #         (50.3)
         vhat = v * (1 / (1 - self.beta2 ** self.t))                         #         (50.4)
         u = mhat / (np.sqrt(vhat) + self.eps)                               #         (50.5)
-        u[:self.n_decay] += self.weight_decay * w[:self.n_decay]            #         (50.6)
-        self.flat_step[:] = lr * u
-        for name, piece in self.pieces.items():
-            params[name] -= piece                                           #         (50.7)
+        n = max(0, self.n_decay - part.start)               # how many of these belong to matrices
+        u[:n] += self.weight_decay * w[:n]                                  #         (50.6)
+        np.multiply(u, lr, out=self.flat_step[part])
 
 
 def demo_adamw():
@@ -3127,8 +3166,8 @@ if __name__ == "__main__": demo(demo_schedule)
 #
 # One window at a time would be slow. All functions of this book take a batch as well, and card 17
 # takes the mean over all its positions. So the batch can be worked through in parts of several
-# windows: a part of n windows returns the mean over these, and its share in the sum is n / B. The
-# result is the same, apart from rounding.
+# windows. Each part is told n, the number of positions in the whole batch, and divides by that. So
+# its loss and its gradients are already its share of the mean, and need only be added up.
 #
 # Small batches are one part. Larger ones are cut in two, so that two cores can each work on one
 # while the program trains (see `prepare_for_training`). The cut depends on the sizes alone, and
@@ -3148,15 +3187,13 @@ def batch_loss_and_grads(params, xb, yb, config):
     """Mean loss and gradients over the windows xb, yb (B, T); ValueError for none (card 53)."""
     B = len(xb)                                                             #         (53.1)
     if B < 2 or xb.size * config.width < LARGE:
-        return loss_and_grads(params, xb, yb, config)       # one part, whose share is 1
-    parts = slice(0, B // 2), slice(B // 2, B)
-    work = lambda part: loss_and_grads(params, xb[part], yb[part], config)
-    loss, gbar = 0.0, {k: np.zeros_like(W) for k, W in params.items()}
-    for part, (loss_i, g) in zip(parts, (WORKER.map if WORKER else map)(work, parts)):
-        share = (part.stop - part.start) / B
-        loss += loss_i * share                                              #         (53.2)
-        for k in gbar:
-            gbar[k] += g[k] * share                                         #         (53.3)
+        return loss_and_grads(params, xb, yb, config)                       # one part is all
+    halves = slice(0, B // 2), slice(B // 2, B)
+    work = lambda half: loss_and_grads(params, xb[half], yb[half], config, n=xb.size)
+    (loss, gbar), (loss_i, g) = (WORKER.map if WORKER else map)(work, halves)
+    loss += loss_i                                                          #         (53.2)
+    for k in gbar:
+        gbar[k] += g[k]                                                     #         (53.3)
     return loss, gbar
 
 

@@ -172,6 +172,7 @@ def traced(request):
             function = type(owner).__name__ if owner is not None else frame.f_code.co_name
             calls.setdefault(function, []).append(shapes)
 
+    t.later_keys.cache_clear()
     sys.setprofile(trace)
     try:
         x, y = t.make_windows(ids, s["T"], 2)
