@@ -45,7 +45,7 @@ def test_the_default_tokenizer_has_the_size_the_readme_shows():
 
 def test_the_change_shown_in_the_readme_makes_the_difference_shown(tmp_path):
     source = (ROOT / "tinygpt.py").read_text(encoding="utf-8")
-    line = "    S = scores(Qh, Kh) / math.sqrt(Qh.shape[-1])"
+    line = "    S = scores(Qh * (1 / math.sqrt(Qh.shape[-1])), Kh)"
     assert source.count(line) == 1
     (tmp_path / "tinygpt.py").write_text(source.replace(line, "    S = scores(Qh, Kh)"),
                                          encoding="utf-8")
