@@ -2959,9 +2959,8 @@ if __name__ == "__main__": demo(demo_check_params)
 # each line of 50.1 to 50.6, written once, serves the whole model, with one NumPy call where there
 # would be one for each array. `pieces` are views into the long vector of steps, one for each name,
 # in the shape of its array. The matrices lie in front, so decay concerns the first part of the
-# vector. Long vectors are worked through in stretches short enough for the fast memory of a core,
-# two of them side by side while the program trains. The arrays in `params` are changed themselves,
-# not replaced.
+# vector. A long vector is worked through in stretches short enough to stay in the fast memory of the
+# processor. The arrays in `params` are changed themselves, not replaced.
 #
 # Shapes at the default sizes; head_w decays and head_b does not:
 #
@@ -2969,7 +2968,7 @@ if __name__ == "__main__": demo(demo_check_params)
 #     head_b (V,) = (V,)
 
 # %%
-STRETCH = 2 ** 16
+STRETCH = 2 ** 17                                   # numbers updated at a time
 
 
 class AdamW:
@@ -2996,11 +2995,9 @@ class AdamW:
         """One update of the arrays in params, with the learning rate lr (card 50)."""
         g, w = self.end_to_end(grads), self.end_to_end(params)
         self.t += 1
-        stretches = [slice(a, a + STRETCH) for a in range(0, len(w), STRETCH)]
-        update = lambda part: self.update(part, g[part], w[part], self.flat_m[part],
-                                          self.flat_v[part], lr)
-        for _ in (WORKER.map if WORKER and len(stretches) > 1 else map)(update, stretches):
-            pass
+        for start in range(0, len(w), STRETCH):
+            part = slice(start, start + STRETCH)
+            self.update(part, g[part], w[part], self.flat_m[part], self.flat_v[part], lr)
         for name, piece in self.pieces.items():
             params[name] -= piece                                           #         (50.7)
 
