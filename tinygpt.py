@@ -2959,8 +2959,8 @@ if __name__ == "__main__": demo(demo_check_params)
 # each line of 50.1 to 50.6, written once, serves the whole model, with one NumPy call where there
 # would be one for each array. `pieces` are views into the long vector of steps, one for each name,
 # in the shape of its array. The matrices lie in front, so decay concerns the first part of the
-# vector. A long vector is worked through in stretches short enough to stay in the fast memory of the
-# processor. The arrays in `params` are changed themselves, not replaced.
+# vector. A long vector is worked through in stretches short enough to stay in the fast memory of
+# the processor. The arrays in `params` are changed themselves, not replaced.
 #
 # Shapes at the default sizes; head_w decays and head_b does not:
 #
@@ -3347,14 +3347,16 @@ if __name__ == "__main__": demo(demo_greedy)
 #
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
 # shrink, and τ = 1 leaves the model's own probabilities. Dividing probabilities would do nothing:
-# the division would cancel when they are made to sum to 1.
+# the division would cancel when they are made to sum to 1. The code subtracts the maximum before it
+# divides, which changes nothing (see 15.3), so that not even the division can overflow.
 #
 # Shapes:  z (V,) gives p (V,).
 
 # %%
 def temperature_softmax(z, temperature):
     """Probabilities p (V,) in float64 of the logits z (V,), with 0 < τ (card 57)."""
-    p = softmax_forward(np.asarray(z, np.float64) / temperature)            # (V,)    (57.1)
+    z = np.asarray(z, np.float64)                                           # (V,)
+    p = softmax_forward((z - z.max()) / temperature)                        # (V,)    (57.1)
     return p
 
 
@@ -3863,12 +3865,12 @@ def train(options):
         config = ModelConfig(**{**asdict(config), "vocab_size": len(tokenizer.itos)})
         params = init_params(config, np.random.default_rng([s.seed, 0]))
         checkpoint = Checkpoint(params, config, tokenizer, vars(s))
-        if len(tokenizer.merges) < s.merges:
-            say.line(f"the text supports {len(tokenizer.merges)} merges of {s.merges} asked for")
     else:
         tokenizer, params, checkpoint.settings = checkpoint.tokenizer, checkpoint.params, vars(s)
-        warn_unknown(tokenizer, text, options.text)
     (x, y), (val_x, val_y) = prepare_data(text, tokenizer, s)
+    warn_unknown(tokenizer, text, options.text)
+    if len(tokenizer.merges) < s.merges:
+        say.line(f"the text supports {len(tokenizer.merges)} merges of {s.merges} asked for")
     per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
     planned = planned or s.steps                            # the length of the schedule
     last = min(s.steps or planned, planned)
@@ -3916,12 +3918,16 @@ def train(options):
                 checkpoint.step = t
                 say.step(t, last, loss, lr, xb.size)
                 stopping = stop.asked
-                if t == last or (s.eval_every and t % s.eval_every == 0 and not stopping):
-                    if len(val_x):
+                measuring = t == last or (s.eval_every and t % s.eval_every == 0 and not stopping)
+                if measuring or stopping:
+                    if not all(np.isfinite(W).all() for W in params.values()):
+                        say.line(f"step {t}: parameters are not finite: training has diverged; "
+                                 f"try a smaller --lr")
+                        return 1
+                    if measuring and len(val_x):
                         checkpoint.val_loss = validation_loss(params, val_x, val_y, config)
-                    say.measured(checkpoint.val_loss, chars_per_token)
-                    save_checkpoint(options.out, checkpoint)
-                elif stopping:
+                    if measuring:
+                        say.measured(checkpoint.val_loss, chars_per_token)
                     save_checkpoint(options.out, checkpoint)
                 if stopping or t == last:
                     break
@@ -3989,7 +3995,7 @@ class Progress:
     def __init__(self):
         self.live = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
-        self.tokens, self.steps, self.losses, self.curve, self.text = 0, 0, [], [], ""
+        self.tokens, self.steps, self.losses, self.val, self.text = 0, 0, [], "", ""
 
     def clear(self):
         if self.live and self.text:
@@ -4011,16 +4017,16 @@ class Progress:
         if self.live and now - self.shown > 0.1:
             self.shown = now
             self.clear()
-            self.text = self.report(None)[:shutil.get_terminal_size().columns - 1]
+            self.text = self.report()[:shutil.get_terminal_size().columns - 1]
             sys.stderr.write(self.text)
             sys.stderr.flush()
 
-    def report(self, val):
+    def report(self):
         elapsed = max(time.monotonic() - self.start, 1e-9)
         left = (self.last - self.t) * elapsed / self.steps
         recent = self.losses[-100:]
         parts = [f"step {self.t:,} of {self.last:,}", f"loss {sum(recent) / len(recent):.3f}",
-                 *([val] if val else []), f"lr {self.lr:.5f}",
+                 *([self.val] if self.val else []), f"lr {self.lr:.5f}",
                  f"{self.tokens / elapsed:,.0f} tokens/s", f"{left:.0f} s left"]
         return "  ".join(parts) + "  " + self.picture()
 
@@ -4037,10 +4043,11 @@ class Progress:
         return "".join(self.BLOCKS[int(7 * (mean - low) / (high - low or 1))] for mean in means)
 
     def measured(self, val_loss, chars_per_token):
-        val = None if val_loss is None else (
-            f"validation {val_loss:.3f}  perplexity {perplexity(val_loss):.1f}  "
-            f"bits per character {val_loss / math.log(2) / chars_per_token:.3f}")
-        self.line(self.report(val))
+        if val_loss is not None:
+            bits = val_loss / math.log(2) / chars_per_token
+            self.val = (f"validation {val_loss:.3f}  perplexity {perplexity(val_loss):.1f}  "
+                        f"bits per character {bits:.3f}")
+        self.line(self.report())
 
 
 # %% [markdown]
@@ -4342,7 +4349,10 @@ def main(argv=None):
         if hasattr(stream, "reconfigure"):          # a narrow console shows what it can
             stream.reconfigure(errors="backslashreplace")
     try:
-        options = build_parser().parse_args(argv)
+        parser = build_parser()
+        if bare := [arg for arg in argv if re.fullmatch(r"--[\w-]+=--", arg)]:
+            parser.error(f"argument {bare[0][:-3]}: -- is no value")
+        options = parser.parse_args(argv)
         if options.command is None:
             print(TOUR, end="")
             return 0
