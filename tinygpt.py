@@ -648,18 +648,23 @@ if __name__ == "__main__": demo(demo_split)
 # The bound on s is strict, because the last answer of a window is ids[s + T]: the start s = N - T
 # would read one id past the end.
 #
+# A window and its answers together are T + 1 ids in a row. `sliding_window_view` shows all such
+# pieces of the stream without copying one, and `[::stride]` takes every k-th of them. The first T
+# ids of a piece are x, the last T are y.
+#
 # Shapes: ids (N,) -> x (W, T), y (W, T); W is counted in card 8.
 
 # %%
 def make_windows(ids, T, stride):
-    """Windows x (W, T) of a stream of ids (N,), and their targets y (W, T) (card 7)."""
+    """Windows x (W, T) of a stream of ids (N,), and their targets y (W, T), as views (card 7)."""
     if T < 1 or stride < 1:
         raise ValueError(f"window and stride must be 1 or more, got T={T}, stride={stride}")
     ids = np.asarray(ids, dtype=np.int64)                                   # (N,)
-    starts = np.arange(0, max(len(ids) - T, 0), stride)                     # (W,)    (7.1)
-    places = starts[:, None] + np.arange(T)                                 # (W, T)
-    x = ids[places]                                                         # (W, T)  (7.2)
-    y = ids[places + 1]                                                     # (W, T)  (7.3)
+    if len(ids) <= T:
+        return np.empty((2, 0, T), np.int64)
+    pieces = np.lib.stride_tricks.sliding_window_view(ids, T + 1)[::stride]         # (7.1)
+    x = pieces[:, :-1]                                                      # (W, T)  (7.2)
+    y = pieces[:, 1:]                                                       # (W, T)  (7.3)
     return x, y
 
 
@@ -3695,7 +3700,7 @@ def save_checkpoint(path, checkpoint):
     arrays = {"about": np.frombuffer(json.dumps(about).encode("utf-8"), np.uint8)}
     for kind in ("params", "m", "v"):
         arrays |= {f"{kind}/{name}": W for name, W in getattr(checkpoint, kind).items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             np.savez(file, **arrays)
