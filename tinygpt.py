@@ -129,7 +129,9 @@ class ModelConfig:
         for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
-        head_width(self.width, self.heads)
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} cannot be shared by {self.heads} heads: "
+                             f"make it a multiple of them")
         if self.context > self.max_context:
             raise ValueError(f"context {self.context} is larger than max_context "
                              f"{self.max_context}: make it smaller, or max_context larger")
@@ -339,13 +341,21 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
 # %%
+def count_pairs(words):
+    """f, {(a, b): count}, over words [(tokens, n), ...] (card 2)."""
+    f = Counter()
+    for tokens, n in words:
+        for pair in zip(tokens, tokens[1:]):
+            f[pair] += n                                                    # (2.1)
+    return f
+
+
 def train_bpe(word_counts, n_merges):
     """The merges [(a, b), ...] in order, at most n_merges of them (card 2)."""
     words = [(list(word), n) for word, n in word_counts.items()]
-    f, places = Counter(), defaultdict(set)
-    for w, (tokens, n) in enumerate(words):
+    f, places = count_pairs(words), defaultdict(set)
+    for w, (tokens, _) in enumerate(words):
         for pair in zip(tokens, tokens[1:]):
-            f[pair] += n                                                    # (2.1)
             places[pair].add(w)
     heap = [(-count, pair) for pair, count in f.items()]
     heapq.heapify(heap)
@@ -381,18 +391,17 @@ def train_bpe_on_text(text, n_merges):
 
 def demo_pair_frequency():
     e = example(2)
-    f = Counter()
-    for word, n in e.word_counts.items():
-        for pair in zip(word, word[1:]):
-            f[pair] += n
+    f = count_pairs([(list(word), n) for word, n in e.word_counts.items()])
     print("before any merge, f(a, b):")
     for (a, b), count in sorted(f.items(), key=lambda item: (-item[1], item[0])):
         places = " + ".join(f"{n} in {w!r}" for w, n in e.word_counts.items() if a + b in w)
         print(f"{a!r:>4} {b!r:>4}  {count} = {places}")
-    print(f"merges in order: {train_bpe(e.word_counts, 3)}")
-    print("the second: ' ' 's', ' ' 't', 's' 'e' tie at 3; the third: ' ' 't', ' s' 'e'")
-    print(f"a tie, the smallest pair first: {train_bpe_on_text('nmlknmlk', 3)}")
-    print(f"no pair occurs twice:           {train_bpe_on_text('abcdef', 3)}")
+    print(f"the best pair is {min(f, key=lambda pair: (-f[pair], pair))}")
+    f = count_pairs([(list("aaab"), 1), (list("lmlm"), 2), (list("aa"), 3)])
+    print("aaab once, lmlm twice, aa three times:")
+    for pair, count in f.items():
+        print(f"f{pair} = {count}")
+    print(f"(a, a) occurs 2 times in aaab; the best pair is {min(f, key=lambda p: (-f[p], p))}")
 
 
 if __name__ == "__main__": demo(demo_pair_frequency)
@@ -435,6 +444,9 @@ def demo_apply_merge():
             steps.append("|".join(tokens))
         print("  ->  ".join(f"{step:9}" for step in steps).rstrip())
     print(f"merges: {merges}")
+    print("after the first, ' ' 's', ' ' 't', 's' 'e' tie at 3; then ' ' 't', ' s' 'e' do")
+    print(f"a tie, the smallest pair first: {train_bpe_on_text('nmlknmlk', 3)}")
+    print(f"no pair occurs twice:           {train_bpe_on_text('abcdef', 3)}")
     print(f"a a a with the pair (a, a):   {merge_tokens(['a', 'a', 'a'], ('a', 'a'))}")
     print(f"a a a a with the pair (a, a): {merge_tokens(['a', 'a', 'a', 'a'], ('a', 'a'))}")
 
@@ -468,7 +480,7 @@ class Tokenizer:
 
     def __post_init__(self):
         self.stoi = {token: i for i, token in enumerate(self.itos)}
-        self.ranks = merge_ranks(self.merges)
+        self.ranks = {pair: rank for rank, pair in enumerate(self.merges)}
         self.cache = {}                                     # ids of pre-tokens seen before
 
     def encode(self, text):
@@ -525,14 +537,10 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # known.
 
 # %%
-def merge_ranks(merges):
-    """{pair: its place in the list of merges} (card 5)."""
-    return {pair: rank for rank, pair in enumerate(merges)}
-
-
 def apply_merges(word, merges, ranks=None):
     """The tokens of one pre-token: the merges replayed in their order (card 5)."""
-    ranks = merge_ranks(merges) if ranks is None else ranks
+    if ranks is None:
+        ranks = {pair: rank for rank, pair in enumerate(merges)}
     tokens, last = list(word), -1
     while True:
         there = [rank for pair in zip(tokens, tokens[1:]) if (rank := ranks.get(pair, -1)) > last]

@@ -277,3 +277,21 @@ def test_the_card_index_of_the_readme():
     assert rows == [(str(n), title, f"golden/{n:02d}-{slug}.txt",
                      ", ".join(f"`{f}`" for f in functions.split(", ") if f))
                     for n, slug, title, _, functions, *_ in CARDS]
+
+
+# ---- as a notebook ----------------------------------------------------------------------------
+
+def test_cell_by_cell_every_demo_plays_under_its_card(capsys):
+    """As in a notebook: no __file__, no later cell known yet, no command line in the way."""
+    space = {"__name__": "__main__", "get_ipython": None}
+    played = []
+    for cell in re.split(r"^# %%.*$", SOURCE, flags=re.M):
+        module = type(sys)("__main__")              # dataclasses look their module up
+        real, sys.modules["__main__"] = sys.modules["__main__"], module
+        try:
+            exec(compile(cell, "cell", "exec"), space)
+        finally:
+            sys.modules["__main__"] = real
+        played.append(capsys.readouterr().out)
+    golden = [path.read_text(encoding="utf-8") for path in sorted(GOLDEN.glob("[0-9]*.txt"))]
+    assert [out for out in played if out] == golden
