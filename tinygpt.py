@@ -53,8 +53,8 @@ except ModuleNotFoundError:
 #
 # - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of
 #   the equation, and again at the end of the line of code that carries the equation out.
-# - A dagger † marks an equation that no line of the model carries out: a step of a derivation or a
-#   fact worth knowing.
+# - A dagger † marks an equation that the program never carries out, a step of a derivation or a
+#   fact worth knowing. A demo may show it with numbers.
 # - Behind a line that makes an array, a comment gives its shape: `# (T, d)` is T rows, d columns.
 # - Shapes are given for one window of text. The code also takes any further axes in front, so the
 #   same function serves a window (T, d) and a batch of windows (B, T, d).
@@ -65,15 +65,16 @@ except ModuleNotFoundError:
 #   loss by all numbers of an array, together, are called its gradient.
 #
 # You need Python and school calculus: the derivatives of sums, products, quotients and powers, of
-# exp and the natural log, and the chain rule. ∂Y/∂X is the derivative of Y by X while all else is
-# held fixed. The chain rule is the engine of the whole book, so here it is in the form that is used
-# throughout. When the loss depends on X only through Y, each entry of X may touch several entries
-# of Y, and their effects add up: dX_i = Σ_j dY_j ∂Y_j/∂X_i.
+# exp and the natural log, and the chain rule. Card 23 also uses an integral and, like card 32, the
+# variance of a random number; card 47 uses Taylor's formula. ∂Y/∂X is the derivative of Y by X
+# while all else is held fixed. The chain rule is the engine of the whole book, so here it is in the
+# form that is used throughout. When the loss depends on X only through Y, each entry of X may touch
+# several entries of Y, and their effects add up: dX_i = Σ_j dY_j ∂Y_j/∂X_i.
 #
-# For those who know GPT-2, the differences: the tokenizer works on characters where GPT-2's works
-# on bytes, the bend in the feed-forward layer is a ReLU where GPT-2 has a GELU, the output layer
-# has its own matrix where GPT-2 reuses the token table, and training switches nothing off at
-# random.
+# For those who know GPT-2, the main differences: the tokenizer works on characters where GPT-2's
+# works on bytes, the bend in the feed-forward layer is a ReLU where GPT-2 has a GELU, the output
+# layer has a matrix and a bias of its own where GPT-2 reuses the token table, weights start by
+# another rule (card 23), and training switches nothing off at random.
 #
 # ## The letters
 #
@@ -99,19 +100,21 @@ except ModuleNotFoundError:
 #     ᵀ, ⊙     transpose; entry by entry product
 #     ‖, ⌊ ⌋, ⌈ ⌉   size of a vector; rounding down; rounding up
 #
-# Some letters have a second meaning by long custom; the two never meet in one function. V is also
-# the matrix of values in cards 28 to 38. A is the activation in the feed-forward layer and the
-# attention weights in attention. k is the stride in cards 7 and 8, the name of a parameter in cards
-# 51 and 53, and elsewhere an index. β is the offset of LayerNorm, β1 and β2 are rates of the
-# optimizer. ε is always a tiny positive number. And `dh` is a width, the only name with a d in
+# There are more quantities than letters, so some letters serve more than once, though never in one
+# function. V is also the matrix of values in cards 28 to 38. A is the activation in the
+# feed-forward layer and the attention weights in attention. W is a number of windows in chapters 2
+# and 9 and a matrix elsewhere. P is the position table in card 25 and probabilities in card 17. k
+# is the stride in cards 7 and 8, the name of a parameter in cards 51 and 53, and elsewhere an
+# index. β is the offset of LayerNorm, β1 and β2 are rates of the optimizer. ε is a small positive
+# number. c, e and s are explained where they occur. And `dh` is a width, the only name with a d in
 # front that is not a derivative.
 #
 # ## The configuration
 #
-# Six numbers and the size of the vocabulary fix the shape of a model: the name and the shape of
-# every array it learns, its parameters, which `param_shapes` lists. The cards explain what each is
-# for. Names that end in `_g` are gains and start at 1; those that end in `_b` or begin with b are
-# offsets, also called biases, and start at 0; the rest are matrices and start random.
+# The sizes of a model fix the name and the shape of every array it learns, its parameters, which
+# `param_shapes` lists. The cards explain what each is for. Names that end in `_g` are gains and
+# start at 1; those that end in `_b`, or are one of bq, bk, bv, bo, are offsets, also called biases,
+# and start at 0; the rest are matrices and start random.
 
 # %%
 @dataclass(frozen=True)
@@ -164,11 +167,12 @@ def block_params(params, l):
 # One tiny model goes through the whole book: the text below, windows of T = 3 tokens, width d = 4,
 # H = 2 heads, F = 6, one block, and parameters with one decimal, so that a pocket calculator is
 # enough. The sizes differ on purpose, so that a swapped axis shows. `example(card)` builds what the
-# demo of `card` starts from, with the functions of earlier cards only. Two things come early or
-# from outside: the input X0 of chapter 3, which card 26 explains, and the gradient dY, which is
-# made up. Demos that need other numbers bring their own. What is printed is rounded, while the
-# computation goes on with all digits, so the last digit may differ by one or two when you redo a
-# step with the printed numbers.
+# demo of `card` starts from, with the functions of earlier cards only. Three things come early or
+# from outside: X0, the input of chapter 3, which card 26 explains; X1 and Xn2 in cards 39 and 40,
+# which card 41 explains; and the gradient dY, which is made up. Demos that need other numbers bring
+# their own. What is printed is rounded, while the computation goes on with all digits, so the last
+# digit may differ by one or two when you redo a step with the printed numbers. The demos of whole
+# passes, cards 46 to 55, show results that would take an evening by hand.
 #
 # `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
 # file runs as a program, the command line decides (see 'The program' at the end).
@@ -270,9 +274,9 @@ def demo(function):
 #
 # The pattern tries its alternatives from left to right: the endings of English contractions, such
 # as 's; then letters, digits, or other signs, each with at most one blank before; then a run of
-# blanks and line ends, whose last character is left for what follows; then what was left of such a
-# run. Every character lands in exactly one piece. That matters: a lost character could never be
-# decoded again. Nothing is normalised either, so text comes back as it went in.
+# blanks and line ends, but for the last one if something follows; then that last one. Every
+# character lands in exactly one piece. That matters: a lost character could never be decoded again.
+# Nothing is normalised either, so text comes back as it went in.
 #
 # Learning the merges, in the next card, never looks at the text again, only at each distinct
 # pre-token w and the number of places where it stands. A text of a million words has far fewer
@@ -529,9 +533,10 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # The merges must be replayed in the order in which they were learned. Taking the longest known
 # token first can give other ids than those the network was trained on. Replaying the whole list for
 # each pre-token is slow. It is enough to look at the pairs that are there, apply the one with the
-# lowest rank (its place in the list), and go on with higher ranks: a merge whose pair is not there
-# would change nothing. A pre-token is the same wherever it stands, so its ids are kept and not
-# computed a second time.
+# lowest rank (its place in the list), and go on with higher ranks. A merge whose pair is not there
+# would change nothing, and a pair that appears only after its turn has passed is left alone, as in
+# the replay. A pre-token is the same wherever it stands, so its ids are kept and not computed a
+# second time.
 #
 # Shapes: a text becomes a list of N ids. decode(encode(text)) == text as long as every character is
 # known.
@@ -642,9 +647,9 @@ if __name__ == "__main__": demo(demo_split)
 # ### 7. Sliding windows
 #
 # The network reads T tokens at a time and must say, at each of the T places, which token comes
-# next. So it is given a window x of T ids, and the answers y are the same ids moved by one place.
-# One window holds T exercises: predict the second token from the first, the third from the first
-# two, and so on.
+# next. So it is given a window x of T ids, and the answers, called targets, are the same ids moved
+# by one place, y. One window holds T exercises: predict the second token from the first, the third
+# from the first two, and so on.
 #
 #     s ∈ {0, k, 2k, ...},  s < N - T                                                     (7.1)
 #     x_s[t] = ids[s + t],      t = 0, ..., T-1                                           (7.2)
@@ -652,11 +657,12 @@ if __name__ == "__main__": demo(demo_split)
 #     y_s[t] = x_s[t + 1],      t = 0, ..., T-2                                         † (7.4)
 #
 # Windows start every k places; k is the stride. With k < T they overlap, and a token of the stream
-# is met in several windows, each time at another place. With k > T some tokens are never an answer.
-# The bound on s is strict, because the last answer of a window is ids[s + T]: the start s = N - T
-# would read one id past the end.
+# is met in several windows, each time at another place. With k > T some tokens between two windows
+# are never a target; nor is the first token, nor up to k - 1 at the end. The bound on s is strict,
+# because the last target of a window is ids[s + T]: the start s = N - T would read one id past the
+# end.
 #
-# A window and its answers together are T + 1 ids in a row. `sliding_window_view` shows all such
+# A window and its targets together are T + 1 ids in a row. `sliding_window_view` shows all such
 # pieces of the stream without copying one, and `[::stride]` takes every k-th of them. The first T
 # ids of a piece are x, the last T are y.
 #
@@ -797,8 +803,8 @@ if __name__ == "__main__": demo(demo_batches)
 #
 # 10.1 takes row t of X and column j of W, multiplies them number by number and adds the products
 # up. In 10.2 the inner sizes a must agree, and vanish. 10.3 adds the same offset b_j, the bias, in
-# every row: it shifts output j whatever the input is. NumPy writes X @ W and never this sum in
-# Python.
+# every row: it shifts output j whatever the input is. In code the product is X @ W, without a loop
+# in Python.
 #
 # Rows do not see each other in a matrix product. So all windows of a batch can be piled up into one
 # tall matrix and multiplied at once, which is far faster than one product for each window. `rows`
@@ -812,7 +818,7 @@ if __name__ == "__main__": demo(demo_batches)
 # Shapes at the default sizes:
 #
 #     X (T, d) = (16, 32)    a window going into attention
-#     X (T, F) = (16, 128)   a window going back from the hidden layer
+#     X (T, F) = (16, 128)   its hidden numbers, in the feed-forward layer (card 39)
 
 # %%
 def rows(X):
@@ -962,10 +968,11 @@ if __name__ == "__main__": demo(demo_linear_backward)
 # %% [markdown]
 # ### 13. ReLU (forward)
 #
-# Two linear layers in a row are no better than one: (X W) W' = X (W W') is a single matrix again.
-# Something that is not linear must stand between them. The simplest bend does it: keep what is
-# positive, replace the rest by 0. The name is short for rectified linear unit. Z is the output of
-# the first layer, with a column for each of F hidden numbers.
+# Two linear layers in a row are no better than one: (X W) W' = X (W W') is one matrix product
+# again, and with biases it is one linear layer again. Something that is not linear must stand
+# between them. The simplest bend does it: keep what is positive, replace the rest by 0. The name is
+# short for rectified linear unit. Z is the output of the first layer, with a column for each of F
+# numbers, called hidden because they are neither input nor output.
 #
 #     A_ti = max(0, Z_ti)                                                                (13.1)
 #
@@ -1059,9 +1066,11 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # Fresh memory for a large array costs a computer more than the arithmetic on it. So from here on,
 # where an array is no longer needed, the next one takes its place: `out=e` writes into e, and `/=`
-# divides e itself. This is only ever done to arrays that the function has made itself.
+# divides e itself. Unless its docstring says so, a function does this only to arrays that it has
+# made itself.
 #
-# Shapes at the default sizes, where attention uses it; x is the row of scores of each query:
+# Shapes at the default sizes, as attention uses it in chapter 5, with a row of scores for each of H
+# heads and T positions:
 #
 #     x (H, T, T) = (2, 16, 16)
 #     e (H, T, T) = (2, 16, 16)
@@ -1093,8 +1102,8 @@ if __name__ == "__main__": demo(demo_softmax)
 # %% [markdown]
 # ### 16. Softmax, backward
 #
-# Raise one score x_j and its own probability rises, while all others fall, because the sum stays 1.
-# Both follow from the quotient rule, with s = Σ_k e^(x_k):
+# Raise one score x_j and its own probability rises, while each other one falls, since its share of
+# the sum gets smaller. Both follow from the quotient rule, with s = Σ_k e^(x_k):
 #
 #     i = j:  ∂p_i/∂x_i = (e^(x_i) s - e^(x_i) e^(x_i)) / s² = p_i - p_i p_i
 #     i ≠ j:  ∂p_i/∂x_j = (0 - e^(x_i) e^(x_j)) / s²         =     - p_i p_j
@@ -1113,8 +1122,9 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 # In words: what counts is how much more a probability raises the loss than the average one does,
 # where the average is taken under p. So a gradient that is the same for all probabilities does
-# nothing: they cannot all rise. And dx sums to 0 along each row. The matrix of 16.1 is never built.
-# Only the output p is needed, not the scores.
+# nothing: they cannot all rise. And dx sums to 0 along each row: Σ_j p_j dp_j minus Σ_j p_j times
+# the average, and Σ_j p_j is 1. The matrix of 16.1 is never built. Only the output p is needed, not
+# the scores.
 #
 # Shapes at the default sizes, where attention uses it:
 #
@@ -1182,7 +1192,7 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 def cross_entropy_forward(logits, y, n=None):
     """Mean loss, a float, and probabilities P (..., T, V), from logits and targets y (..., T).
 
-    n is the number of positions in the mean, if these are a part of them only (card 53).
+    n is the number of positions to divide by, where these are only a part of a batch (card 53).
     ValueError where there is no position, or a target is outside 0 to V - 1 (card 17).
     """
     V = logits.shape[-1]
@@ -1216,7 +1226,7 @@ def demo_cross_entropy():
     loss, P = cross_entropy_forward(logits, e.y)
     for targets in ([7, 8, 10], [-1, 8, 3], []):
         refused(cross_entropy_forward, logits, np.array(targets))
-    print("the running example, as if the head (card 45) came straight after the tables:")
+    print("the running example, X0 head_w + head_b; both stand in the demo of card 45:")
     show("logits", logits, digits=2)
     show("P", P, digits=2)
     show("y", e.y, digits=0)
@@ -1229,7 +1239,8 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # ### 18. Cross-entropy, backward
 #
 # Here the backward pass of the whole network begins. Write the loss of one position with the logits
-# themselves; the maximum cancels, as in card 15:
+# themselves. The maximum m cancels: 17.2 has -m in z and, as log Σ e^(x-m) = -m + log Σ e^x, once
+# more with the other sign.
 #
 #     loss_t = -logp[t, y_t] = -logits[t, y_t] + log Σ_k exp(logits_tk)
 #
@@ -1243,10 +1254,11 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 #
 #     dlogits = (P - onehot(y)) / T                                                      (18.2)
 #
-# In words: a step against it pushes the target's logit up by what is missing to probability 1, and
-# every other logit down by the probability it was wrongly given. Each row sums to 0. With a batch,
-# T in 18.2 is the number of all positions, because the mean in 17.3 is over all of them. The
-# division makes a new array, so P, which belongs to the caller, stays as it is.
+# In words: a step against it pushes the target's logit up, in proportion to what its probability
+# lacks to 1, and every other logit down, in proportion to the probability it was wrongly given.
+# Each row sums to 0. With a batch, T in 18.2 is the number of all positions, because the mean in
+# 17.3 is over all of them. The multiplication by 1/n makes a new array, so P, which belongs to the
+# caller, stays as it is.
 #
 # Shapes at the default sizes:
 #
@@ -1333,7 +1345,8 @@ if __name__ == "__main__": demo(demo_perplexity)
 # The variance divides by d, not by d - 1: the row is not a sample, it is all there is. ε is a tiny
 # number inside the root that keeps a constant row, whose variance is 0, from a division by zero.
 # The gain γ and the offset β are learned, one of each for each feature (column), so the network can
-# undo the standard size where that helps. Kept for the backward pass: Xhat, s and γ.
+# undo the standard size where that helps. Kept for the backward pass, in what is called a cache:
+# Xhat, s and γ.
 #
 # Shapes at the default sizes:
 #
@@ -1524,9 +1537,9 @@ def demo_layernorm_backward():
     show("dY", dY)
     show("gamma", gamma)
     show("dXhat", dXhat)
-    print("for each row, the means of dXhat and of dXhat ⊙ Xhat:")
-    show("", dXhat.mean(axis=1))
-    show("", (dXhat * Xhat).mean(axis=1))
+    print("mean of dXhat, mean of dXhat ⊙ Xhat, for row 0 and for row 1:")
+    show("row 0", [dXhat[0].mean(), (dXhat * Xhat)[0].mean()])
+    show("row 1", [dXhat[1].mean(), (dXhat * Xhat)[1].mean()])
     show("dX", dX)
     show("row sums", dX.sum(axis=1))
     show("dgamma", dgamma)
@@ -1538,11 +1551,11 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # %% [markdown]
 # ### 23. Xavier uniform initialisation
 #
-# Weights must start out random, or all columns of a matrix would get the same gradient and stay the
-# same for ever. How large should they be? Let fan_in be the number of rows of W and fan_out the
-# number of columns. An entry of X W is a sum of fan_in products x w. Take x and w as random,
-# independent, with mean 0; the variance is then the mean of the square. The mean of x² w² is the
-# mean of x² times the mean of w², so a product has variance Var(x) Var(w), and the sum of
+# Weights must start out random, or all columns of a hidden matrix would get the same gradient and
+# stay the same for ever. How large should they be? Let fan_in be the number of rows of W and
+# fan_out the number of columns. An entry of X W is a sum of fan_in products x w. Take x and w as
+# random, independent, with mean 0; the variance is then the mean of the square. The mean of x² w²
+# is the mean of x² times the mean of w², so a product has variance Var(x) Var(w), and the sum of
 # independent ones has fan_in Var(x) Var(w). To keep the size of the signal going forward, Var(w)
 # should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out numbers, which asks for
 # 1/fan_out. Unless W is square, both cannot hold at once, so the variance is put between them: 2 /
@@ -1633,8 +1646,8 @@ if __name__ == "__main__": demo(demo_token_embedding)
 # %% [markdown]
 # ### 25. Positional embedding (forward)
 #
-# In attention, the subject of the next chapter, a position would not notice if the rows before it
-# changed places. But "dog bites man" is not "man bites dog". So each position gets a row too, from
+# In attention, the subject of the next chapter, a position does not notice if the rows before it
+# change places. But "dog bites man" is not "man bites dog". So each position gets a row too, from
 # the position table P, and the rows are learned like those of the tokens.
 #
 #     (P[:T])_t = P_t,  t = 0, ..., T-1                                                  (25.1)
@@ -1810,8 +1823,9 @@ def project_qkv(Xn, block):
 def demo_qkv():
     e = example(28)
     show("Xn", e.Xn)
-    show("wq", e.block["wq"], digits=1)
-    show("bq", e.block["bq"], digits=1)
+    for kind in "wb":
+        show(f"{kind}q, {kind}k", np.hstack([e.block[f"{kind}q"], e.block[f"{kind}k"]]), digits=1)
+        show(f"{kind}v", e.block[f"{kind}v"], digits=1)
     Q, K, V = project_qkv(e.Xn, e.block)
     show("Q", Q)
     show("K", K)
@@ -2019,8 +2033,8 @@ if __name__ == "__main__": demo(demo_scaling)
 # exactly probability 0. The diagonal j = i stays, so every row keeps at least one finite score.
 #
 # The code adds a matrix that is 0 where j ≤ i and -∞ elsewhere: adding 0 changes nothing, and any
-# score plus -∞ is -∞. Multiplying would not do, since 0 times ∞ is no number. The matrix is the
-# same for all heads and windows; it is made once for each T and kept.
+# score plus -∞ is -∞. A mask of zeros and ones, multiplied by -∞, would not do: 0 times ∞ is no
+# number. The matrix is the same for all heads and windows; it is made once for each T and kept.
 #
 # Shapes at the default sizes:
 #
@@ -2238,7 +2252,8 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 # The scores of a head are S_ij = Σ_c (Qh)_ic (Kh)_jc / √dh. So ∂S_ij/∂(Qh)_ic = (Kh)_jc / √dh, and
 # the query entry (Qh)_ic touches the scores of row i, with all keys j: a sum along the row of dS.
-# The key entry (Kh)_jc touches column j, with all queries i: a sum down the column of dS.
+# Likewise ∂S_ij/∂(Kh)_jc = (Qh)_ic / √dh, and the key entry touches column j, with all queries i: a
+# sum down the column of dS.
 #
 #     dQh = dS Kh / √dh                                                                  (38.8)
 #     dKh = dSᵀ Qh / √dh                                                                 (38.9)
@@ -2299,16 +2314,16 @@ def demo_attention_backward():
     dA = dOh @ e.Vh[0].T
     dS = softmax_backward(e.A[0], dA)
     dQh, dKh, dVh = dS @ e.Kh[0] / math.sqrt(2), dS.T @ e.Qh[0] / math.sqrt(2), e.A[0].T @ dOh
-    show("dOut", e.dY, digits=1)
-    print("head 0, down to its queries, keys and values:")
+    print("head 0 (dOut as in demo 40; Qh, Kh, A, Vh, wo: demos 30, 34, 35, 37):")
     show("dOh", dOh)
     show("dA", dA)
     show("dS", dS)
     (a, b, _), (da, db, _) = e.A[0, 1], dA[1]
     print(f"dS_10 = {a:.4f} ({da:z.4f} - ({a:.4f} * {da:z.4f} + {b:.4f} * {db:z.4f}))"
           f" = {dS[1, 0]:z.4f}")
-    show("dQKVh", np.hstack([dQh, dKh, dVh]))
-    print("(two columns each of dQh, dKh, dVh); both heads, row 0 of each dW, dbk, dXn:")
+    print("two columns each of dQh, dKh and dVh:")
+    show("", np.hstack([dQh, dKh, dVh]))
+    print("from both heads: row 0 of each dW, then dbk and all of dXn:")
     for name in "qkvo":
         show(f"dw{name}", grads[f"w{name}"][0])
     show("dbk", grads["bk"])
@@ -2537,6 +2552,7 @@ def demo_residual_backward():
     dXn2, _ = ffn_backward(e.dY, cache["ffn"], e.block)
     dX1_branch, _, _ = layer_norm_backward(dXn2, cache["ln2"])
     show("dY", e.dY)
+    print("(X, X1, Xn2 and the gains stand in the demo of card 41)")
     show("dX1_branch", dX1_branch)
     show("dX1", e.dY + dX1_branch)
     show("dX_branch", dX - e.dY - dX1_branch)
@@ -2606,8 +2622,8 @@ if __name__ == "__main__": demo(demo_init)
 # 4d; the feed-forward layer with 2dF + F + d; two LayerNorms with 2d each. Outside the blocks stand
 # the token table Vd, the head Vd + V, the position table Tmax d and the last LayerNorm 2d.
 #
-#     n_block = 4d² + 2dF + F + 9d                                                       (44.1)
-#     n_params = (2d + 1) V + (Tmax + 2) d + L (4d² + 2dF + F + 9d)                      (44.2)
+#     n_block = 4d² + 2dF + F + 9d                                                     † (44.1)
+#     n_params = (2d + 1) V + (Tmax + 2) d + L (4d² + 2dF + F + 9d)                    † (44.2)
 #
 # The number of heads plays no part: heads share out the width, they do not add to it. The program
 # counts the arrays themselves; this card's demo carries out the formula, and both agree.
@@ -2625,8 +2641,8 @@ def demo_parameter_count():
                    ModelConfig(65, 64, 64, width=128, heads=4, hidden=512, layers=4)):
         V, Tmax, d = config.vocab_size, config.max_context, config.width
         F, L = config.hidden, config.layers
-        n_block = 4 * d**2 + 2 * d * F + F + 9 * d                          # (44.1)
-        n_params = (2 * d + 1) * V + (Tmax + 2) * d + L * n_block           # (44.2)
+        n_block = 4 * d**2 + 2 * d * F + F + 9 * d
+        n_params = (2 * d + 1) * V + (Tmax + 2) * d + L * n_block
         params = init_params(config, np.random.default_rng(0))
         block = count_params(block_params(params, 0))
         print(f"V = {V}, Tmax = {Tmax}, d = {d}, F = {F}, L = {L}")
@@ -2734,7 +2750,7 @@ if __name__ == "__main__": demo(demo_model_forward)
 def loss_and_grads(params, x, y, config, n=None):
     """The loss, a float, and {name: gradient} for ids x and targets y, both (..., T) (card 46).
 
-    n is the number of positions in the mean, if these are a part of them only (card 53).
+    n is the number of positions to divide by, where these are only a part of a batch (card 53).
     """
     y = np.asarray(y)                                                       # (T,)
     logits, cache = forward(params, x, config)                              # (T, V)
@@ -3164,9 +3180,9 @@ if __name__ == "__main__": demo(demo_schedule)
 # %% [markdown]
 # ### 53. Mini-batch loss and gradient
 #
-# The loss of a batch is the mean of the losses of its windows, and since the derivative of a mean
-# is the mean of the derivatives, so are the gradients. B is the actual number of windows: the last
-# batch of an epoch may be smaller.
+# The loss of a batch is the mean of the losses of its windows, and its gradient is the mean of
+# their gradients, since the derivative of a mean is the mean of the derivatives. B is the actual
+# number of windows: the last batch of an epoch may be smaller.
 #
 #     B = number of rows of xb                                                           (53.1)
 #     loss ← loss + loss_i / B,        i = 1, ..., B,  starting from loss = 0            (53.2)
@@ -3175,9 +3191,9 @@ if __name__ == "__main__": demo(demo_schedule)
 #     gbar_k = (1/B) Σ_i g_ki,  i = 1, ..., B                                          † (53.5)
 #
 # One window at a time would be slow. All functions of this book take a batch as well, and card 17
-# takes the mean over all its positions. So the batch can be worked through in parts of several
-# windows. Each part is told n, the number of positions in the whole batch, and divides by that. So
-# its loss and its gradients are already its share of the mean, and need only be added up.
+# takes the mean over all its positions. So i may run over larger parts than single windows. Each
+# part is told n, the number of positions in the whole batch, and divides by that. So its loss and
+# its gradients come divided already, and need only be added up.
 #
 # Small batches are one part. Larger ones are cut in two, so that two cores can each work on one
 # while the program trains (see `prepare_for_training`). The cut depends on the sizes alone, and
@@ -3326,7 +3342,7 @@ if __name__ == "__main__": demo(demo_validation_loss)
 #
 #     τ < 1e-6  ⇒  next = argmax_i z_i                                                   (56.1)
 #
-# Nothing is drawn at random then, so the cards that follow play no part. This choice is called
+# Nothing is drawn at random then, and the cards that follow cannot change the choice. It is called
 # greedy. Among equal logits the lowest id wins.
 #
 # Shapes:  z (V,) gives a whole number.
@@ -3361,7 +3377,8 @@ if __name__ == "__main__": demo(demo_greedy)
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
 # shrink, and τ = 1 leaves the model's own probabilities. Dividing probabilities would do nothing:
 # the division would cancel when they are made to sum to 1. The code subtracts the maximum before it
-# divides, which changes nothing (see 15.3), so that not even the division can overflow.
+# divides, which changes nothing (see 15.3). Then even the smallest τ gives at most -∞, which
+# softmax takes as probability 0.
 #
 # Shapes:  z (V,) gives p (V,).
 
@@ -3515,7 +3532,7 @@ def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
 def sample_next(logits, rng, temperature=1.0, top_k=0, top_p=1.0):
     """The id of the next token, drawn from the logits (V,) (cards 56 to 60)."""
     p = next_probabilities(logits, temperature, top_k, top_p)               # (V,)
-    if temperature < 1e-6:
+    if temperature < 1e-6:                                                  #         (56.1)
         return greedy(logits)
     total = np.cumsum(p)                                                    # (V,)
     r = rng.random() * total[-1]
@@ -3655,6 +3672,11 @@ def prepare_for_training():
 # ### Text files
 
 # %%
+def plain_lines(text):
+    """Line ends of all systems read as a line feed."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
 def read_text(path):
     """The text of a UTF-8 file: byte order mark dropped, line ends read as a line feed."""
     try:
@@ -3668,7 +3690,7 @@ def read_text(path):
         at = error.start + mark
         raise ValueError(f"{path} is not UTF-8: byte 0x{data[at]:02X} at offset {at}; "
                          f"save it as UTF-8 text") from None
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = plain_lines(text)
     if not text:
         raise ValueError(f"{path} is empty: training needs a text")
     return text
@@ -4092,13 +4114,63 @@ def run_generate(options):
     """Print the prompt and what the model writes after it."""
     checkpoint = load_checkpoint(options.model)
     tokenizer = checkpoint.tokenizer
-    prompt = options.prompt.replace("\r\n", "\n").replace("\r", "\n")
+    prompt = plain_lines(options.prompt)
     warn_unknown(tokenizer, prompt, "the prompt")
     start = tokenizer.encode(prompt) or start_ids(tokenizer)
     rng = np.random.default_rng(options.seed)
     ids = generate(checkpoint.params, checkpoint.config, start, options.tokens, rng,
                    options.temperature, options.top_k, options.top_p)
     print_text(prompt + tokenizer.decode(ids[len(start):]))
+    return 0
+
+
+def paint(text, code):
+    """Colour a text on a terminal, unless NO_COLOR is set."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\033[{code}m{text}\033[0m" if colour else text
+
+
+def visible(token, width):
+    """A token for a table: blanks and line ends shown, cut or filled up to a width."""
+    text = "".join("·" if c == " " else "¶" if c == "\n" else c if c.isprintable() else "�"
+                   for c in token)
+    return f"{text[:width]:{width}}"
+
+
+def run_look(options):
+    """Show what the model sees in a prompt: tokens, surprise, attention, likeliest next tokens."""
+    checkpoint = load_checkpoint(options.model)
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    prompt = plain_lines(options.prompt)
+    warn_unknown(tokenizer, prompt, "the prompt")
+    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
+    x = np.array(ids[-min(config.context, 32):])                            # (T,)
+    T, tokens = len(x), [tokenizer.itos[i] for i in x]
+    if T < len(ids):
+        print(f"the last {T} of {len(ids)} tokens (--context {config.context}, at most 32 shown)")
+    logits, cache = forward(checkpoint.params, x, config)                   # (T, V)
+    print(paint("tokens, and how much each surprised the model (loss in nats)", 1))
+    for t in range(T):
+        loss = cross_entropy_forward(logits[t - 1:t], x[t:t + 1])[0] if t else None
+        bar = "" if loss is None else f"{loss:8.3f}  {'█' * min(40, round(4 * loss))}"
+        print(f"{t:4}  {visible(tokens[t], 16)} id {x[t]:5}" + paint(bar, 31).rstrip())
+    shades = " ░▒▓█"
+    for l, block in enumerate(cache["blocks"]):
+        for h, A in enumerate(block["attention"]["A"]):                     # (T, T)
+            print(paint(f"block {l}, head {h}: row i attends to column j; ░ from 1/8, ▒ from 3/8, "
+                        "▓ from 5/8, █ from 7/8", 1))
+            for row in range(3):
+                print(" " * 14 + "".join(visible(token, 3)[row] + " " for token in tokens).rstrip())
+            for i in range(T):
+                cells = "".join(shades[round(4 * float(a))] * 2 for a in A[i, :i + 1])
+                print(f"{visible(tokens[i], 12)}  {paint(cells, 36)}".rstrip())
+    p = next_probabilities(logits[-1])                                      # (V,)
+    q = next_probabilities(logits[-1], options.temperature, options.top_k, options.top_p)
+    print(paint("next token: the model's probability, and after temperature "
+                f"{options.temperature}, top-k {options.top_k}, top-p {options.top_p}", 1))
+    for i in np.argsort(-p, kind="stable")[:10]:
+        bars = (f"{value:6.1%} {'█' * round(18 * value):18}" for value in (p[i], q[i]))
+        print(f"  {visible(tokenizer.itos[i], 16)} " + paint("   ".join(bars), 32).rstrip())
     return 0
 
 
@@ -4288,6 +4360,7 @@ TOUR = """tinygpt is a GPT in one file, a book that runs. Type, in this order:
   python tinygpt.py train              learn from corpus.txt, about a minute, then write
   python tinygpt.py generate           let the trained model write
   python tinygpt.py generate --prompt "The fox"
+  python tinygpt.py look --prompt "The fox and the"      what it sees: attention, likeliest next
   python tinygpt.py demo softmax       the worked example of one card; 'demo --list' names all 61
   python tinygpt.py gradcheck          hold every gradient against central differences
 
@@ -4324,17 +4397,23 @@ def build_parser():
     for name, (default, check, help) in (SIZES | TRAINING).items():
         add(p, name, None, check, f"{help} ({default})")
 
+    def add_sampling(p):
+        p.add_argument("--model", default="tinygpt.npz", metavar="FILE", help="(tinygpt.npz)")
+        p.add_argument("--prompt", default="", metavar="TEXT",
+                       type=lambda text: text.removeprefix("\0"),      # see main
+                       help="the text to go on from; empty: a line end")
+        add(p, "temperature", 0.8, number_type(float, 0), "0: always the likeliest token (0.8)")
+        add(p, "top-k", 0, number_type(int, 0), "keep the N likeliest tokens; 0: all (0)")
+        add(p, "top-p", 1.0, number_type(float, 0, 1, open_low=True),
+            "keep the likeliest tokens up to this total probability; 1: all (1)")
+
     p = command("generate", run_generate, "let a trained model write")
-    p.add_argument("--model", default="tinygpt.npz", metavar="FILE", help="(tinygpt.npz)")
-    p.add_argument("--prompt", default="", metavar="TEXT",
-                   type=lambda text: text.removeprefix("\0"),      # see main
-                   help="the text to go on from; empty: a line end")
+    add_sampling(p)
     add(p, "tokens", 200, number_type(int, 0), "tokens to write (200)")
-    add(p, "temperature", 0.8, number_type(float, 0), "0: always the likeliest token (0.8)")
-    add(p, "top-k", 0, number_type(int, 0), "keep the N likeliest tokens; 0: all (0)")
-    add(p, "top-p", 1.0, number_type(float, 0, 1, open_low=True),
-        "keep the likeliest tokens up to this total probability; 1: all (1)")
     add(p, "seed", 0, number_type(int, 0), "another seed writes another text (0)")
+
+    p = command("look", run_look, "show what a trained model sees in a prompt")
+    add_sampling(p)
 
     p = command("demo", play_demos, "play the worked examples of the cards, all or some")
     p.add_argument("names", nargs="*", metavar="NAME", help="a card's name or number")
