@@ -3831,8 +3831,8 @@ SIZES = {                       # what a checkpoint fixes: option, default, chec
 TRAINING = {                    # what may change when training goes on
     "epochs": (0, number_type(int, 0), "passes over the text; 0: --steps says it"),
     "steps": (4000, number_type(int, 0), "steps in all; with --epochs: stop there"),
-    "lr": (0.02, number_type(float, 0), "largest learning rate"),
-    "lr-min": (0.0005, number_type(float, 0), "learning rate at the end"),
+    "lr": (None, number_type(float, 0), "largest learning rate; default 0.64 / width"),
+    "lr-min": (None, number_type(float, 0), "learning rate at the end; default lr / 40"),
     "warmup": (100, number_type(int, 0), "steps until the largest learning rate"),
     "beta1": (0.9, share, "AdamW: share kept of the mean gradient"),
     "beta2": (0.99, share, "AdamW: share kept of the mean square"),
@@ -3855,11 +3855,13 @@ def resolve(options, checkpoint):
                              f"has {kept[key]}: leave the option out, or train without --resume")
     if settings["epochs"] and options.steps is None and "steps" not in kept:
         settings["steps"] = 0
+    if settings["lr"] is None:                      # wider models want smaller steps
+        settings["lr"] = 0.64 / settings["width"]
+    if options.lr_min is None and (settings["lr_min"] is None or options.lr is not None):
+        settings["lr_min"] = settings["lr"] / 40
     if settings["lr_min"] > settings["lr"]:
-        if options.lr_min is not None:
-            raise ValueError(f"--lr-min {settings['lr_min']} is larger than --lr "
-                             f"{settings['lr']}: make it smaller")
-        settings["lr_min"] = settings["lr"]
+        raise ValueError(f"--lr-min {settings['lr_min']} is larger than --lr {settings['lr']}: "
+                         f"make it smaller")
     return SimpleNamespace(**settings)
 
 
@@ -4395,7 +4397,7 @@ def build_parser():
     p.add_argument("--out", default="tinygpt.npz", metavar="FILE", help="the model (tinygpt.npz)")
     p.add_argument("--resume", action="store_true", help="go on training the model in --out")
     for name, (default, check, help) in (SIZES | TRAINING).items():
-        add(p, name, None, check, f"{help} ({default})")
+        add(p, name, None, check, help if default is None else f"{help} ({default})")
 
     def add_sampling(p):
         p.add_argument("--model", default="tinygpt.npz", metavar="FILE", help="(tinygpt.npz)")
