@@ -4157,10 +4157,11 @@ def run_look(options):
         bar = "" if loss is None else f"{loss:8.3f}  {'█' * min(40, round(4 * loss))}"
         print(f"{t:4}  {visible(tokens[t], 16)} id {x[t]:5}" + paint(bar, 31).rstrip())
     shades = " ░▒▓█"
+    print(paint("attention: row i looks at column j; ░ from 1/8, ▒ from 3/8, ▓ from 5/8, █ from 7/8",
+                1))
     for l, block in enumerate(cache["blocks"]):
         for h, A in enumerate(block["attention"]["A"]):                     # (T, T)
-            print(paint(f"block {l}, head {h}: row i attends to column j; ░ from 1/8, ▒ from 3/8, "
-                        "▓ from 5/8, █ from 7/8", 1))
+            print(paint(f"block {l}, head {h}", 1))
             for row in range(3):
                 print(" " * 14 + "".join(visible(token, 3)[row] + " " for token in tokens).rstrip())
             for i in range(T):
@@ -4168,8 +4169,8 @@ def run_look(options):
                 print(f"{visible(tokens[i], 12)}  {paint(cells, 36)}".rstrip())
     p = next_probabilities(logits[-1])                                      # (V,)
     q = next_probabilities(logits[-1], options.temperature, options.top_k, options.top_p)
-    print(paint("next token: the model's probability, and after temperature "
-                f"{options.temperature}, top-k {options.top_k}, top-p {options.top_p}", 1))
+    print(paint(f"next token: probability, and after temperature {options.temperature}, "
+                f"top-k {options.top_k}, top-p {options.top_p}", 1))
     for i in np.argsort(-p, kind="stable")[:10]:
         bars = (f"{value:6.1%} {'█' * round(18 * value):18}" for value in (p[i], q[i]))
         print(f"  {visible(tokenizer.itos[i], 16)} " + paint("   ".join(bars), 32).rstrip())
