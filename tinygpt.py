@@ -4157,8 +4157,7 @@ def run_look(options):
         bar = "" if loss is None else f"{loss:8.3f}  {'█' * min(40, round(4 * loss))}"
         print(f"{t:4}  {visible(tokens[t], 16)} id {x[t]:5}" + paint(bar, 31).rstrip())
     shades = " ░▒▓█"
-    print(paint("attention: row i looks at column j; ░ from 1/8, ▒ from 3/8, ▓ from 5/8, █ from 7/8",
-                1))
+    print(paint("attention of row i to column j: ░ from 1/8, ▒ from 3/8, ▓ from 5/8, █ from 7/8", 1))
     for l, block in enumerate(cache["blocks"]):
         for h, A in enumerate(block["attention"]["A"]):                     # (T, T)
             print(paint(f"block {l}, head {h}", 1))
