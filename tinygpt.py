@@ -332,10 +332,11 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # saves a single token and costs one in the vocabulary. So there may be fewer merges than asked for.
 #
 # Counting everything anew for each merge is the plain way to carry out 2.1, and slow. A merge
-# changes only the pre-tokens that hold the pair. So `f` is counted once. After each merge, the
-# pre-tokens that changed give back the counts of their old pairs and add those of their new ones.
-# The result is the same sum, because all other terms stay as they were. `places` remembers which
-# pre-tokens hold a pair, or held it once; to visit one in vain does no harm.
+# changes only the pairs around the places where it happens: where a* and b* are joined, the pairs
+# with the left neighbour, with the right neighbour and (a*, b*) itself go, and the joined token
+# makes new pairs with both neighbours. So `f` is counted once, and after that the old terms are
+# taken out of the sum and the new ones put in. All other terms stay as they were. `places`
+# remembers which pre-tokens hold a pair, or held it once; to visit one in vain does no harm.
 #
 # The maximum is found with a heap, a list that hands out its smallest entry cheaply. Its entries
 # are (-f, pair): the smallest is the most frequent pair, and among equals the smallest pair, just
@@ -345,46 +346,64 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
 # %%
+def find(token, tokens, i):
+    """The first place from i on at which token stands in tokens, or -1 (card 2)."""
+    try:
+        return tokens.index(token, i)
+    except ValueError:
+        return -1
+
+
 def count_pairs(words):
     """f, {(a, b): count}, over words [(tokens, n), ...] (card 2)."""
     f = Counter()
     for tokens, n in words:
         for pair in zip(tokens, tokens[1:]):
             f[pair] += n                                                    # (2.1)
-    return f
+    return dict(f)
 
 
 def train_bpe(word_counts, n_merges):
     """The merges [(a, b), ...] in order, at most n_merges of them (card 2)."""
     words = [(list(word), n) for word, n in word_counts.items()]
-    f, places = count_pairs(words), defaultdict(set)
+    f, places = count_pairs(words), defaultdict(list)
     for w, (tokens, _) in enumerate(words):
         for pair in zip(tokens, tokens[1:]):
-            places[pair].add(w)
+            places[pair].append(w)
     heap = [(-count, pair) for pair, count in f.items()]
     heapq.heapify(heap)
     merges = []
     while heap and len(merges) < n_merges:
         count, best = heapq.heappop(heap)                                   # (2.2)
-        if -count != f[best]:
+        if -count != f.get(best):
             continue                                                        # out of date
         if -count < 2:
             break
         merges.append(best)
-        changed = set()
+        (a, b), ab, changed = best, best[0] + best[1], set()
         for w in places.pop(best):
-            old, n = words[w]
-            new = merge_tokens(old, best)
-            for pair in zip(old, old[1:]):
-                f[pair] -= n                                                # (2.1), old terms out
-                changed.add(pair)
-            for pair in zip(new, new[1:]):
-                f[pair] += n                                                # (2.1), new terms in
-                changed.add(pair)
-                places[pair].add(w)
-            words[w] = new, n
-        for pair in changed:
-            heapq.heappush(heap, (-f[pair], pair))
+            tokens, n = words[w]
+            i = -1
+            while (i := find(a, tokens, i + 1)) >= 0:
+                if tokens[i + 1:i + 2] != [b]:
+                    continue
+                tokens[i:i + 2] = [ab]                                      # as 3.1
+                if i > 0:
+                    left = tokens[i - 1]
+                    f[left, a] -= n                                         # (2.1), old term out
+                    f[left, ab] = f.get((left, ab), 0) + n                  # (2.1), new term in
+                    places[left, ab].append(w)
+                    changed.update(((left, a), (left, ab)))
+                if i + 1 < len(tokens):
+                    right = tokens[i + 1]
+                    f[b, right] -= n                                        # (2.1), old term out
+                    f[ab, right] = f.get((ab, right), 0) + n                # (2.1), new term in
+                    places[ab, right].append(w)
+                    changed.update(((b, right), (ab, right)))
+        del f[best]                                                         # joined everywhere
+        for pair in changed - {best}:
+            if f[pair] > 1:
+                heapq.heappush(heap, (-f[pair], pair))
     return merges
 
 
@@ -425,15 +444,10 @@ if __name__ == "__main__": demo(demo_pair_frequency)
 # %%
 def merge_tokens(tokens, pair):
     """A new list of tokens in which each occurrence of pair is one token (card 3)."""
-    a, b = pair
-    out, i = [], 0
-    while i < len(tokens):
-        if tokens[i] == a and i + 1 < len(tokens) and tokens[i + 1] == b:
-            out.append(a + b)                                               # (3.1)
-            i += 2
-        else:
-            out.append(tokens[i])
-            i += 1
+    (a, b), out, i = pair, list(tokens), -1
+    while (i := find(a, out, i + 1)) >= 0:
+        if out[i + 1:i + 2] == [b]:
+            out[i:i + 2] = [a + b]                                          # (3.1)
     return out
 
 
@@ -4157,7 +4171,7 @@ def run_look(options):
         bar = "" if loss is None else f"{loss:8.3f}  {'█' * min(40, round(4 * loss))}"
         print(f"{t:4}  {visible(tokens[t], 16)} id {x[t]:5}" + paint(bar, 31).rstrip())
     shades = " ░▒▓█"
-    print(paint("attention of row i to column j: ░ from 1/8, ▒ from 3/8, ▓ from 5/8, █ from 7/8", 1))
+    print(paint("attention of row i to column j: ░ 1/8, ▒ 3/8, ▓ 5/8, █ 7/8 or more", 1))
     for l, block in enumerate(cache["blocks"]):
         for h, A in enumerate(block["attention"]["A"]):                     # (T, T)
             print(paint(f"block {l}, head {h}", 1))
