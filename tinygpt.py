@@ -3617,7 +3617,7 @@ def generate(params, config, ids, n_tokens, rng, temperature=1.0, top_k=0, top_p
         x = np.array(ids[-config.context:])                                 # (T,)    (61.1)
         logits, _ = forward(params, x, config)                              # (T, V)
         z = logits[-1]                                                      # (V,)    (61.2)
-        ids = ids + [sample_next(z, rng, temperature, top_k, top_p)]        #         (61.3)
+        ids.append(sample_next(z, rng, temperature, top_k, top_p))          #         (61.3)
     return ids
 
 
@@ -3736,7 +3736,7 @@ class Checkpoint:
 
 def save_checkpoint(path, checkpoint):
     """Write a checkpoint to path, exactly that name, in one move; OSError where that fails."""
-    path = Path(path)
+    path = Path(path).resolve()                     # a link stays a link
     about = {"format": "tinygpt 1", "config": asdict(checkpoint.config),
              "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges,
              "settings": checkpoint.settings, "step": checkpoint.step,
@@ -3744,7 +3744,11 @@ def save_checkpoint(path, checkpoint):
     arrays = {"about": np.frombuffer(json.dumps(about).encode("utf-8"), np.uint8)}
     for kind in ("params", "m", "v"):
         arrays |= {f"{kind}/{name}": W for name, W in getattr(checkpoint, kind).items()}
-    temporary = path.with_name(f".{path.name}.tmp")
+    for left in path.parent.glob(f".{path.name}.*.tmp"):        # by a process that was killed
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > 3600:
+                left.unlink()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             np.savez(file, **arrays)
@@ -3845,7 +3849,7 @@ SIZES = {                       # what a checkpoint fixes: option, default, chec
 TRAINING = {                    # what may change when training goes on
     "epochs": (0, number_type(int, 0), "passes over the text; 0: --steps says it"),
     "steps": (4000, number_type(int, 0), "steps in all; with --epochs: stop there"),
-    "lr": (None, number_type(float, 0), "largest learning rate; default 0.64 / width"),
+    "lr": (None, number_type(float, 0), "largest learning rate; default 1.28 / width / layers"),
     "lr-min": (None, number_type(float, 0), "learning rate at the end; default lr / 40"),
     "warmup": (100, number_type(int, 0), "steps until the largest learning rate"),
     "beta1": (0.9, share, "AdamW: share kept of the mean gradient"),
@@ -3869,8 +3873,8 @@ def resolve(options, checkpoint):
                              f"has {kept[key]}: leave the option out, or train without --resume")
     if settings["epochs"] and options.steps is None and "steps" not in kept:
         settings["steps"] = 0
-    if settings["lr"] is None:                      # wider models want smaller steps
-        settings["lr"] = 0.64 / settings["width"]
+    if settings["lr"] is None:                      # larger models want smaller steps
+        settings["lr"] = 1.28 / settings["width"] / settings["layers"]
     if options.lr_min is None and (settings["lr_min"] is None or options.lr is not None):
         settings["lr_min"] = settings["lr"] / 40
     if settings["lr_min"] > settings["lr"]:
@@ -3904,8 +3908,9 @@ def train(options):
     """Train as the options say, save to options.out; the exit code (0, 1 or 130)."""
     checkpoint = load_checkpoint(options.out) if options.resume else None
     s = resolve(options, checkpoint)
-    if not Path(options.out).parent.is_dir() or Path(options.out).is_dir():
-        raise ValueError(f"cannot write {options.out}: its folder must exist, "
+    out = Path(options.out).resolve()
+    if not os.access(out.parent, os.W_OK) or out.is_dir():
+        raise ValueError(f"cannot write {options.out}: its folder must exist and let you write, "
                          f"and it must not be a folder itself")
     config = checkpoint.config if checkpoint else ModelConfig(
         1, s.context, s.max_context, s.width, s.heads, s.hidden, s.layers)
@@ -4267,23 +4272,27 @@ def training_step(config, batch):
         clip_grad_norm(grads, 1.0)
         optimizer.step(params, grads, 1e-3)
 
-    N, T, d, F = batch * config.context, config.context, config.width, config.hidden
-    H, V, dh = config.heads, config.vocab_size, d // config.heads
-    new = lambda *shape: rng.random(shape, np.float32)
-    X, A, Z, W, W1, Wh = new(N, d), new(N, F), new(N, V), new(d, d), new(d, F), new(d, V)
-    Q, S = new(batch, H, T, dh), new(batch, H, T, T)
+    def matrices(B):
+        N, T, d, F = B * config.context, config.context, config.width, config.hidden
+        H, V = config.heads, config.vocab_size
+        shapes = ((N, d), (N, F), (N, V), (d, d), (d, F), (d, V), (B, H, T, d // H), (B, H, T, T))
+        return [rng.random(shape, np.float32) for shape in shapes]
 
-    def products():
+    def multiply(part):
+        X, A, Z, W, W1, Wh, Q, S = part
         for _ in range(config.layers):
             for _ in range(4):                      # wq, wk, wv, wo
                 X @ W, X @ W.T, X.T @ X
             for _ in range(2):                      # ff1_w, ff2_w
                 X @ W1, A @ W1.T, X.T @ A
-            Q @ Q.swapaxes(-1, -2), S @ Q           # scores, weighted values
+            Q @ Q.swapaxes(-1, -2), S @ Q           # scores, weighted values, then backward
             Q @ Q.swapaxes(-1, -2), S.swapaxes(-1, -2) @ Q, S @ Q, S.swapaxes(-1, -2) @ Q
         X @ Wh, Z @ Wh.T, X.T @ Z
 
-    return step, products
+    small = x.size * config.width < LARGE           # cut as in card 53
+    parts = [matrices(batch)] if small else [matrices(batch // 2), matrices(batch - batch // 2)]
+    run = WORKER.map if WORKER and not small else map
+    return step, lambda: list(run(multiply, parts))
 
 
 def milliseconds(*functions, seconds=0.2, rounds=9):
