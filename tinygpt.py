@@ -3299,8 +3299,8 @@ if __name__ == "__main__": demo(demo_step_counts)
 #     val_loss = (1/W_val) Σ_j loss_j,  j = 1, ..., W_val                                (55.1)
 #
 # All windows have the same length T, so this mean of means is also the mean over all positions. It
-# is a forward pass only. The windows are worked through in groups of at most 64, which bounds the
-# memory, and each group counts by its number of windows.
+# is a forward pass only. The windows are worked through in groups of about a thousand positions,
+# which bounds the memory, and each group counts by its number of windows.
 #
 # Shapes at the default sizes:
 #
@@ -3313,9 +3313,9 @@ def validation_loss(params, x, y, config):
     W = len(x)
     if W == 0:
         raise ValueError("the validation loss needs one window or more, got none")
-    loss = 0.0
-    for start in range(0, W, 64):
-        group = slice(start, start + 64)
+    loss, size = 0.0, max(1, 1024 // x.shape[1])
+    for start in range(0, W, size):
+        group = slice(start, start + size)
         logits, _ = forward(params, x[group], config)
         loss += cross_entropy_forward(logits, y[group])[0] * len(x[group]) / W      # (55.1)
     return loss
@@ -3331,8 +3331,8 @@ def demo_validation_loss():
         print(f"x {row.tolist()}  y {target.tolist()}  loss {loss:.4f}")
     print(f"({' + '.join(number(loss, 4) for loss in losses)}) / {len(losses)} = "
           f"{validation_loss(e.params, x, y, e.config):.4f}")
-    more_x, more_y = np.vstack([x[:1]] * 100 + [x]), np.vstack([y[:1]] * 100 + [y])
-    print(f"the first window 101 times, then the other two, in groups of 64, 39: "
+    more_x, more_y = np.vstack([x[:1]] * 340 + [x]), np.vstack([y[:1]] * 340 + [y])
+    print(f"the first window 341 times, then the other two, in groups of 341, 2: "
           f"{validation_loss(e.params, more_x, more_y, e.config):.4f}")
     print(f"one window alone: {validation_loss(e.params, x[:1], y[:1], e.config):.4f}")
     refused(validation_loss, e.params, x[:0], y[:0], e.config)
@@ -3893,7 +3893,10 @@ def resolve(options, checkpoint):
 
 # %%
 def prepare_data(text, tokenizer, s):
-    """Windows (x, y) for training and validation; ValueError where the text is too short."""
+    """Windows (x, y) for training and validation, and how many different tokens are trained on.
+
+    ValueError where the text is too short.
+    """
     ids = np.array(tokenizer.encode(text), dtype=np.int64)
     train_ids, val_ids = split_ids(ids, s.val_fraction)
     for part, name in ((train_ids, "training"), (val_ids, "validation")):
@@ -3901,7 +3904,8 @@ def prepare_data(text, tokenizer, s):
             raise ValueError(
                 f"the {name} part has {len(part)} tokens and needs {s.context + 1} (--context + 1):"
                 f" take a longer text, a smaller --context or another --val-fraction")
-    return make_windows(train_ids, s.context, s.stride), make_windows(val_ids, s.context, s.context)
+    return (make_windows(train_ids, s.context, s.stride),
+            make_windows(val_ids, s.context, s.context), len(np.unique(train_ids)))
 
 
 def train(options):
@@ -3923,14 +3927,14 @@ def train(options):
         checkpoint = Checkpoint(params, config, tokenizer, vars(s))
     else:
         tokenizer, params, checkpoint.settings = checkpoint.tokenizer, checkpoint.params, vars(s)
-    (x, y), (val_x, val_y) = prepare_data(text, tokenizer, s)
+    (x, y), (val_x, val_y), in_use = prepare_data(text, tokenizer, s)
     warn_unknown(tokenizer, text, options.text)
     if len(tokenizer.merges) < s.merges:
         say.line(f"the text supports {len(tokenizer.merges)} merges of {s.merges} asked for")
     per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
     planned = planned or s.steps                            # the length of the schedule
     last = min(s.steps or planned, planned)
-    say.line(f"{len(text):,} characters, {len(config_tokens(x)):,} of {config.vocab_size} tokens "
+    say.line(f"{len(text):,} characters, {in_use:,} of {config.vocab_size} tokens "
              f"in use, {len(x):,} training windows, {len(val_x):,} validation windows, "
              f"{count_params(params):,} parameters, {per_epoch:,} steps per epoch")
     optimizer = AdamW(params, s.beta1, s.beta2, weight_decay=s.weight_decay)
@@ -3947,8 +3951,7 @@ def train(options):
                      f"ask for more with --steps or --epochs")
             return 0
     checkpoint.m, checkpoint.v = optimizer.m, optimizer.v
-    chars_per_token = len(tokenizer.decode(val_y.ravel() if len(val_y) else y.ravel())) / (
-        val_y.size or y.size)
+    chars_per_token = len(tokenizer.decode(val_y.ravel())) / max(val_y.size, 1)
     prepare_for_training()
     sample = lambda: sample_text(checkpoint, s.seed)
     if checkpoint.step == 0:
@@ -4001,11 +4004,6 @@ def train(options):
     say.line(f"the model is in {options.out}; let it write with: "
              f"python tinygpt.py generate --model {options.out}")
     return 0
-
-
-def config_tokens(x):
-    """The distinct ids of some windows."""
-    return np.unique(x)
 
 
 def start_ids(tokenizer):
