@@ -3670,7 +3670,7 @@ def prepare_for_training():
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 1 << 30)                   # M_TRIM_THRESHOLD: keep freed memory
-        libc.mallopt(-3, 1 << 30)                   # M_MMAP_THRESHOLD: large arrays from it too
+        libc.mallopt(-3, 1 << 25)                   # M_MMAP_THRESHOLD: large arrays from it too
     for library in Path(np.__file__).parent.parent.glob("numpy.libs/*openblas*"):
         with contextlib.suppress(OSError):
             blas = ctypes.CDLL(str(library))
