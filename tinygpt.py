@@ -11,11 +11,14 @@
 import argparse
 import codecs
 import contextlib
+import hashlib
 import heapq
+import io
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -32,7 +35,8 @@ from types import SimpleNamespace
 try:
     import numpy as np
 except ModuleNotFoundError:
-    print("tinygpt needs numpy: run 'python -m pip install numpy' or 'make train'", file=sys.stderr)
+    print("tinygpt needs numpy: run 'python -m pip install numpy', or 'make train' and then "
+          ".venv/bin/python in place of python", file=sys.stderr)
     raise SystemExit(2) from None
 
 # %% [markdown]
@@ -3679,7 +3683,7 @@ def prepare_for_training():
                 with contextlib.suppress(AttributeError):
                     getattr(blas, name)(1)
     if WORKER is None and (os.cpu_count() or 1) > 1:
-        WORKER = ThreadPoolExecutor(2)
+        WORKER = ThreadPoolExecutor(2, initializer=np.seterr, initargs=("ignore",))
 
 
 # %% [markdown]
@@ -3720,6 +3724,9 @@ def read_text(path):
 # move. So whatever happens, a whole file stands there.
 
 # %%
+FORMAT = "tinygpt 1"
+
+
 @dataclass
 class Checkpoint:
     """A model and the state of its training."""
@@ -3737,7 +3744,7 @@ class Checkpoint:
 def save_checkpoint(path, checkpoint):
     """Write a checkpoint to path, exactly that name, in one move; OSError where that fails."""
     path = Path(path).resolve()                     # a link stays a link
-    about = {"format": "tinygpt 1", "config": asdict(checkpoint.config),
+    about = {"format": FORMAT, "config": asdict(checkpoint.config),
              "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges,
              "settings": checkpoint.settings, "step": checkpoint.step,
              "batch_rng": checkpoint.batch_rng, "val_loss": checkpoint.val_loss}
@@ -3764,9 +3771,26 @@ def save_checkpoint(path, checkpoint):
 def load_checkpoint(path):
     """The checkpoint at path; ValueError in one line where it is missing, foreign or damaged."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"there is no model at {path}: train one first, "
+                         f"with 'python tinygpt.py train --out {path}'") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
             about = json.loads(archive["about"].tobytes().decode("utf-8"))
+            if about["format"] != FORMAT:
+                raise ValueError(f"its format is {about['format']!r}, not {FORMAT!r}")
             config = ModelConfig(**about["config"])
+            if config.layers * len(BLOCK) > len(archive.files):
+                raise ValueError("it lacks arrays of its blocks")
+            np.random.PCG64().state = about["batch_rng"] or np.random.PCG64().state
+            if not isinstance(about["settings"], dict):
+                raise ValueError("its settings are no table of names")
+            for name, (_, check, _) in (SIZES | TRAINING).items():
+                if name.replace("-", "_") in about["settings"]:
+                    check(str(about["settings"][name.replace("-", "_")]))
             itos, merges = about["itos"], [tuple(pair) for pair in about["merges"]]
             if len(itos) != config.vocab_size or len(set(itos)) != len(itos):
                 raise ValueError("its vocabulary does not fit its configuration")
@@ -3781,17 +3805,16 @@ def load_checkpoint(path):
             return Checkpoint(config=config, tokenizer=Tokenizer(itos, merges), **arrays,
                               **{name: about[name]
                                  for name in ("settings", "step", "batch_rng", "val_loss")})
-    except FileNotFoundError:
-        raise ValueError(f"there is no model at {path}: train one first, "
-                         f"with 'python tinygpt.py train --out {path}'") from None
     except KeyError as error:
         raise ValueError(f"{path} is not a whole tinygpt checkpoint: it lacks "
                          f"{str(error.args[0]).split(' ')[0]}; train a new one") from None
     except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, OverflowError,
-            MemoryError, RecursionError, NotImplementedError, zipfile.BadZipFile,
-            zlib.error) as error:
+            MemoryError, RecursionError, NotImplementedError, zipfile.BadZipFile, zlib.error,
+            argparse.ArgumentTypeError) as error:
         reason = str(error).split("\n")[0]
-        if type(error) not in (ValueError, OSError) or "ickle" in reason:
+        if type(error) is argparse.ArgumentTypeError:
+            reason = f"one of its settings {reason}"
+        elif type(error) is not ValueError or "ickle" in reason:
             reason = "it is no archive of plain arrays, or part of it is lost"
         raise ValueError(f"{path} is not a tinygpt checkpoint: {reason}; train a new one") from None
 
@@ -3816,6 +3839,8 @@ def checked_array(archive, name, shape):
 def number_type(kind, low, high=math.inf, open_low=False, open_high=False):
     """A check for argparse: text to a number of that kind in that range."""
     name = "a whole number" if kind is int else "a number"
+    if kind is int and high == math.inf:
+        high = 10 ** 12
     bounds = f"{'above' if open_low else 'from'} {low}" + (
         " up" if high == math.inf else f" to {'below ' if open_high else ''}{high}")
 
@@ -3824,7 +3849,7 @@ def number_type(kind, low, high=math.inf, open_low=False, open_high=False):
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text!r}") from None
-        if not (math.isfinite(value) and low <= value <= high
+        if not ((kind is int or math.isfinite(value)) and low <= value <= high
                 and not (open_low and value == low) and not (open_high and value == high)):
             raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text}")
         return value
@@ -3871,8 +3896,9 @@ def resolve(options, checkpoint):
         if checkpoint and name in SIZES and settings[key] != kept.get(key, settings[key]):
             raise ValueError(f"--{name} {given} does not fit the checkpoint {options.out}, which "
                              f"has {kept[key]}: leave the option out, or train without --resume")
-    if settings["epochs"] and options.steps is None and "steps" not in kept:
+    if options.epochs and options.steps is None:    # a plan that is given lifts another one
         settings["steps"] = 0
+    settings["text"] = options.text or kept.get("text") or str(Path(__file__).parent / "corpus.txt")
     if settings["lr"] is None:                      # larger models want smaller steps
         settings["lr"] = 1.28 / settings["width"] / settings["layers"]
     if options.lr_min is None and (settings["lr_min"] is None or options.lr is not None):
@@ -3903,22 +3929,42 @@ def prepare_data(text, tokenizer, s):
         if len(part) <= s.context and (name == "training" or s.val_fraction):
             raise ValueError(
                 f"the {name} part has {len(part)} tokens and needs {s.context + 1} (--context + 1):"
-                f" take a longer text, a smaller --context or another --val-fraction")
+                f" take a longer text, fewer --merges, a smaller --context, or --val-fraction 0")
     return (make_windows(train_ids, s.context, s.stride),
             make_windows(val_ids, s.context, s.context), len(np.unique(train_ids)))
 
 
+def check_target(options):
+    """ValueError unless a model can be written to options.out and nothing else is lost there."""
+    out = Path(options.out).resolve()
+    probe = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with open(probe, "xb"):
+            pass
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write --out {options.out}: {error.strerror}; "
+                         f"its folder must exist and let you write") from None
+    if out.exists() and not options.resume:
+        try:
+            load_checkpoint(out)
+        except ValueError:
+            raise ValueError(f"--out {options.out} exists and is no tinygpt model: "
+                             f"choose another name, or remove it") from None
+
+
 def train(options):
-    """Train as the options say, save to options.out; the exit code (0, 1 or 130)."""
+    """Train as the options say, save to options.out.
+
+    The exit code: 0, 1 where training diverged, 128 and the signal's number where one stopped it.
+    """
     checkpoint = load_checkpoint(options.out) if options.resume else None
     s = resolve(options, checkpoint)
-    out = Path(options.out).resolve()
-    if not os.access(out.parent, os.W_OK) or out.is_dir():
-        raise ValueError(f"cannot write {options.out}: its folder must exist and let you write, "
-                         f"and it must not be a folder itself")
+    check_target(options)
     config = checkpoint.config if checkpoint else ModelConfig(
         1, s.context, s.max_context, s.width, s.heads, s.hidden, s.layers)
-    text = read_text(options.text)
+    text = read_text(s.text)
+    s.text_sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     say = Progress()
     if checkpoint is None:
         tokenizer = build_tokenizer(text, s.merges)
@@ -3926,9 +3972,12 @@ def train(options):
         params = init_params(config, np.random.default_rng([s.seed, 0]))
         checkpoint = Checkpoint(params, config, tokenizer, vars(s))
     else:
-        tokenizer, params, checkpoint.settings = checkpoint.tokenizer, checkpoint.params, vars(s)
+        tokenizer, params = checkpoint.tokenizer, checkpoint.params
     (x, y), (val_x, val_y), in_use = prepare_data(text, tokenizer, s)
-    warn_unknown(tokenizer, text, options.text)
+    warn_unknown(tokenizer, text, s.text)
+    if s.text_sha256 != checkpoint.settings.get("text_sha256", s.text_sha256):
+        say.line(f"note: {s.text} is not the text that {options.out} was trained on so far")
+    checkpoint.settings = vars(s)
     if len(tokenizer.merges) < s.merges:
         say.line(f"the text supports {len(tokenizer.merges)} merges of {s.merges} asked for")
     per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
@@ -3944,23 +3993,31 @@ def train(options):
         for name in params:
             optimizer.m[name][...] = checkpoint.m[name]
             optimizer.v[name][...] = checkpoint.v[name]
-        if checkpoint.batch_rng:
-            rng.bit_generator.state = checkpoint.batch_rng
+        rng.bit_generator.state = checkpoint.batch_rng
         if checkpoint.step >= last:
-            say.line(f"{options.out} has {checkpoint.step} of {last} steps: nothing to do; "
-                     f"ask for more with --steps or --epochs")
+            say.line(f"{options.out} has {checkpoint.step} steps, and --epochs {s.epochs} --steps "
+                     f"{s.steps} makes {last}: nothing to do; ask for more")
             return 0
+    elif Path(options.out).exists():
+        shutil.copy2(options.out, f"{options.out}.old")
+        say.line(f"the model that was in {options.out} is kept as {options.out}.old")
     checkpoint.m, checkpoint.v = optimizer.m, optimizer.v
     chars_per_token = len(tokenizer.decode(val_y.ravel())) / max(val_y.size, 1)
     prepare_for_training()
     sample = lambda: sample_text(checkpoint, s.seed)
+
+    def diverged(t, what):
+        say.line(f"step {t}: {what}: training has diverged, and {options.out} stays as it was; "
+                 f"try a smaller --lr (now {s.lr:g}), --clip 1 (now {s.clip:g}) or a smaller "
+                 f"--weight-decay (now {s.weight_decay:g})")
+        return 1
+
     if checkpoint.step == 0:
+        checkpoint.batch_rng = rng.bit_generator.state
         say.sample("before training", sample())
     stop, stopping = Stop(), False
-    with stop, np.errstate(all="ignore"):
+    with stop:
         while checkpoint.step < last and not stopping:
-            if checkpoint.step % per_epoch == 0:
-                checkpoint.batch_rng = rng.bit_generator.state
             skip = checkpoint.step % per_epoch              # where a resumed epoch goes on
             for i, (xb, yb) in enumerate(iterate_batches(x, y, s.batch, rng)):
                 if i < skip:
@@ -3969,41 +4026,57 @@ def train(options):
                 loss, grads = batch_loss_and_grads(params, xb, yb, config)
                 norm = clip_grad_norm(grads, s.clip or math.inf)
                 if not (math.isfinite(loss) and math.isfinite(norm)):
-                    say.line(f"step {t}: loss {loss}, gradient norm {norm}: training has diverged "
-                             f"and stops before this step; try a smaller --lr or --clip 1")
-                    return 1
+                    return diverged(t, f"loss {loss}, gradient norm {norm}")
                 lr = lr_schedule(t, s.lr, s.lr_min, s.warmup, planned)
                 optimizer.step(params, grads, lr)
                 checkpoint.step = t
+                if t % per_epoch == 0:                      # the next epoch begins here
+                    checkpoint.batch_rng = rng.bit_generator.state
                 say.step(t, last, loss, lr, xb.size)
-                stopping = stop.asked
+                stopping = stop.signal
                 measuring = t == last or (s.eval_every and t % s.eval_every == 0 and not stopping)
-                if measuring or stopping:
+                sampling = t in (last // 100, last // 10, last // 2, last) and not stopping
+                if measuring or stopping or sampling:
                     if not all(np.isfinite(W).all() for W in params.values()):
-                        say.line(f"step {t}: parameters are not finite: training has diverged; "
-                                 f"try a smaller --lr")
-                        return 1
+                        return diverged(t, "parameters are not finite")
                     if measuring and len(val_x):
                         checkpoint.val_loss = validation_loss(params, val_x, val_y, config)
-                    if measuring:
-                        say.measured(checkpoint.val_loss, chars_per_token)
-                    save_checkpoint(options.out, checkpoint)
+                        if not math.isfinite(checkpoint.val_loss):
+                            return diverged(t, f"validation loss {checkpoint.val_loss}")
+                    try:
+                        written = sample() if sampling else ""
+                    except ValueError as error:
+                        return diverged(t, error)
+                if measuring:
+                    say.measured(checkpoint.val_loss, chars_per_token)
+                if measuring or stopping:
+                    save(options.out, checkpoint)
                 if stopping or t == last:
                     break
-                if t in (last // 100, last // 10, last // 2):
-                    say.sample(f"after {t} steps", sample())
-    again = f"python tinygpt.py train --resume --text {options.text} --out {options.out}"
-    if checkpoint.step < last:
+                if sampling:
+                    say.sample(f"after {t} steps", written)
+    if stopping:
+        again = shlex.join(["--resume", "--text", s.text, "--out", options.out])
         say.line(f"stopped after step {checkpoint.step}; the model is in {options.out}; "
-                 f"go on with: {again}")
-        return 130
+                 f"go on with: python tinygpt.py train {again}")
+        return 128 + stopping
     if last == 0:
-        save_checkpoint(options.out, checkpoint)
+        save(options.out, checkpoint)
+        written = sample()
     say.sample(f"after {last} steps", "")
-    print_text(sample())
+    print_text(written)
     say.line(f"the model is in {options.out}; let it write with: "
-             f"python tinygpt.py generate --model {options.out}")
+             f"python tinygpt.py generate --model {shlex.quote(options.out)}")
     return 0
+
+
+def save(path, checkpoint):
+    """save_checkpoint, with what a user can do where it fails."""
+    try:
+        save_checkpoint(path, checkpoint)
+    except OSError as error:
+        raise ValueError(f"cannot save {path}: {error.strerror}; what was there is unchanged: "
+                         f"make room, or choose another --out") from None
 
 
 def start_ids(tokenizer):
@@ -4020,26 +4093,38 @@ def sample_text(checkpoint, seed, n_tokens=64, temperature=0.8):
 
 
 class Stop:
-    """Ctrl-C asks for a stop after the present step; a second one stops at once."""
+    """Ctrl-C or SIGTERM asks for a stop after the present step; a second one stops at once."""
 
     def __init__(self):
-        self.asked = False
+        self.signal, self.before = 0, {}
 
     def __enter__(self):
-        try:
-            self.before = signal.signal(signal.SIGINT, self.ask)
-        except ValueError:                          # not in the main thread
-            self.before = None
+        with contextlib.suppress(ValueError):       # not in the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self.ask)
         return self
 
     def ask(self, number, frame):
-        if self.asked:
+        if self.signal:
             raise KeyboardInterrupt
-        self.asked = True
+        self.signal = int(number)
 
     def __exit__(self, *_):
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def tell(text, end="\n"):
+    """Write to stderr; a stderr that is closed or full never stops the work."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text + end)
+        sys.stderr.flush()
+
+
+def escaped(text):
+    """Control characters other than line end and tab written as escapes, for a terminal."""
+    return "".join(c if c in "\n\t" or c.isprintable() else
+                   c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class Progress:
@@ -4047,20 +4132,21 @@ class Progress:
     BLOCKS = "▁▂▃▄▅▆▇█"
 
     def __init__(self):
-        self.live = sys.stderr.isatty()
+        self.live = sys.stderr is not None and sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
         self.tokens, self.steps, self.losses, self.val, self.text = 0, 0, [], "", ""
 
     def clear(self):
         if self.live and self.text:
-            sys.stderr.write("\r" + " " * len(self.text) + "\r")
+            tell("\r" + " " * len(self.text), end="\r")
             self.text = ""
 
     def line(self, text):
         self.clear()
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
 
     def sample(self, title, text):
+        text = escaped(text) if self.live else text
         self.line(f"--- {title}" + "".join(f"\n    {row}" for row in text.split("\n") if text))
 
     def step(self, t, last, loss, lr, tokens):
@@ -4072,8 +4158,7 @@ class Progress:
             self.shown = now
             self.clear()
             self.text = self.report()[:shutil.get_terminal_size().columns - 1]
-            sys.stderr.write(self.text)
-            sys.stderr.flush()
+            tell(self.text, end="")
 
     def report(self):
         elapsed = max(time.monotonic() - self.start, 1e-9)
@@ -4090,7 +4175,7 @@ class Progress:
         means = [sum(part) / len(part) for part in
                  (self.losses[i:i + step] for i in range(0, len(self.losses), step))][:10]
         try:
-            self.BLOCKS.encode(sys.stderr.encoding or "ascii")
+            self.BLOCKS.encode(getattr(sys.stderr, "encoding", None) or "ascii")
         except (UnicodeEncodeError, LookupError):
             return ""
         low, high = min(means), max(means)
@@ -4117,16 +4202,13 @@ def warn_unknown(tokenizer, text, where):
     if unknown:
         named = ", ".join(f"{char!r} U+{ord(char):04X} at {text.index(char)}"
                           for char in unknown[:8])
-        print(f"warning: {where} has characters the model never saw, read as {UNK}: {named}"
-              + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""), file=sys.stderr)
+        tell(f"warning: {where} has characters the model never saw, read as {UNK}: {named}"
+             + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""))
 
 
 def print_text(text):
     """Print a model's text; on a terminal control characters are escaped."""
-    if sys.stdout.isatty():
-        text = "".join(c if c in "\n\t" or c.isprintable() else
-                       c.encode("unicode_escape").decode("ascii") for c in text)
-    print(text, flush=True)
+    print(escaped(text) if sys.stdout.isatty() else text, flush=True)
 
 
 def run_generate(options):
@@ -4395,7 +4477,9 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors on one line."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}; see '{self.prog} --help'\n")
+        tell(f"{self.prog}: {message}; see '{self.prog} --help'"
+             .replace("\0", "").replace("\n", "\\n"))
+        raise SystemExit(2)
 
 
 def build_parser():
@@ -4413,8 +4497,8 @@ def build_parser():
 
     p = command("train", train, "learn from a text, save the model, write a sample")
     here = Path(__file__).parent
-    p.add_argument("--text", default=str(here / "corpus.txt"), metavar="FILE",
-                   help="UTF-8 text to learn from (corpus.txt)")
+    p.add_argument("--text", metavar="FILE",
+                   help="UTF-8 text to learn from (corpus.txt; with --resume, the text so far)")
     p.add_argument("--out", default="tinygpt.npz", metavar="FILE", help="the model (tinygpt.npz)")
     p.add_argument("--resume", action="store_true", help="go on training the model in --out")
     for name, (default, check, help) in (SIZES | TRAINING).items():
@@ -4456,10 +4540,12 @@ def build_parser():
 def main(argv=None):
     """Run the command line; the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if "--prompt" in argv[:-1]:                     # a prompt may begin with a dash, or be one
-        i = argv.index("--prompt")
-        argv[i:i + 2] = [f"--prompt={argv[i + 1]}"]
+    for i in range(len(argv) - 1, 0, -1):           # a prompt may begin with a dash, or be one
+        if argv[i - 1] == "--prompt":
+            argv[i - 1:i + 1] = [f"--prompt={argv[i]}"]
     argv = [re.sub(r"^--prompt=", "--prompt=\0", arg) for arg in argv]
+    if sys.stdout is None:                          # closed by the shell
+        sys.stdout = open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):          # a narrow console shows what it can
             stream.reconfigure(errors="backslashreplace")
@@ -4471,21 +4557,24 @@ def main(argv=None):
         if options.command is None:
             print(TOUR, end="")
             return 0
-        code = options.run(options)
+        with np.errstate(all="ignore"):             # what is not finite is found and named
+            code = options.run(options)
         sys.stdout.flush()
         return code
     except ValueError as error:
-        print(f"tinygpt: {error}", file=sys.stderr)
+        tell(f"tinygpt: {error}".replace("\n", "\\n"))
+        return 2
+    except MemoryError:
+        tell("tinygpt: the memory is too small for these sizes: make them smaller")
         return 2
     except KeyboardInterrupt:
-        print("tinygpt: interrupted", file=sys.stderr)
+        tell("tinygpt: interrupted")
         return 130
     except BrokenPipeError:                         # the reader has gone, as in '| head'
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"tinygpt: cannot write {error.filename or 'the output'}: {error.strerror}",
-              file=sys.stderr)
+        tell(f"tinygpt: cannot write {error.filename or 'the output'}: {error.strerror}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
 

@@ -3,6 +3,8 @@ import io
 import json
 import os
 import pickle
+import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -20,7 +22,7 @@ def make_checkpoint(step=3, seed=0):
                            hidden=5, layers=2)
     rng = np.random.default_rng(seed)
     params, m, v = (t.init_params(config, rng) for _ in range(3))
-    return t.Checkpoint(params, config, tokenizer, {"lr": 0.01, "clip": None}, step, m, v,
+    return t.Checkpoint(params, config, tokenizer, {"lr": 0.01, "clip": 0}, step, m, v,
                         rng.bit_generator.state, 1.5)
 
 
@@ -174,6 +176,12 @@ DAMAGE = {
     "numbers as tokens": lambda path: rewritten(
         path, lambda e: about(e, itos=list(range(len(make_checkpoint().tokenizer.itos))))),
     "bad merges": lambda path: rewritten(path, lambda e: about(e, merges=[["a"]])),
+    "other format": lambda path: rewritten(path, lambda e: about(e, format="tinygpt 2")),
+    "bad settings": lambda path: rewritten(path, lambda e: about(e, settings={"lr": "x"})),
+    "settings a list": lambda path: rewritten(path, lambda e: about(e, settings=[])),
+    "bad generator": lambda path: rewritten(path, lambda e: about(e, batch_rng="x")),
+    "too many layers": lambda path: rewritten(
+        path, lambda e: about(e, config={"vocab_size": 9, "layers": 10 ** 8})),
     "bad step": lambda path: rewritten(path, lambda e: about(e, step="three")),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
@@ -222,13 +230,16 @@ def same(a, b):
         for part in ("params", "m", "v") for name in a.params)
 
 
-@pytest.mark.parametrize("stop", [1, 7, 19, 20])
-def test_stopped_at_any_step_and_resumed_equals_never_stopped(stop, train):
-    """20 steps of 2 epochs: the stop lies inside an epoch, at its end, one before the end."""
-    assert train(*SMALL, "--epochs", 9, "--steps", 20, out="whole.npz")[0] == 0
+@pytest.mark.parametrize("epochs, more", [(0, 1), (0, 7), (1, -1), (1, 0), (1, 1), (2, 0), (2, 3)])
+def test_stopped_at_any_step_and_resumed_equals_never_stopped(epochs, more, train):
+    """Two epochs and 3 steps, stopped inside an epoch, at its end, and where it all ends."""
+    code, err = train(*SMALL, "--epochs", 9, "--steps", 1)
+    per_epoch = int(re.search(r"(\d+) steps per epoch", err)[1])
+    end, stop = 2 * per_epoch + 3, epochs * per_epoch + more
+    assert train(*SMALL, "--epochs", 9, "--steps", end, out="whole.npz")[0] == 0
     assert train(*SMALL, "--epochs", 9, "--steps", stop)[0] == 0
     assert t.load_checkpoint(train.folder / "out.npz").step == stop
-    assert train("--resume", "--steps", 20)[0] == 0
+    assert train("--resume", "--steps", end)[0] == 0
     assert same(train.folder / "whole.npz", train.folder / "out.npz")
 
 
@@ -272,3 +283,55 @@ def test_no_steps_saves_an_untrained_model(train):
     assert train("--resume", "--steps", 3)[0] == 0
     train(*SMALL, "--steps", 3, out="whole.npz")
     assert same(train.folder / "whole.npz", train.folder / "out.npz")
+
+
+def test_training_anew_keeps_the_model_that_was_there(train):
+    train(*SMALL, "--steps", 2)
+    before = (train.folder / "out.npz").read_bytes()
+    code, err = train(*SMALL, "--steps", 3)
+    assert code == 0 and "out.npz.old" in err
+    assert (train.folder / "out.npz.old").read_bytes() == before
+
+
+def test_files_that_are_no_models_are_not_overwritten(train):
+    (train.folder / "notes.md").write_text("mine")
+    for out in ("text.txt", "notes.md"):
+        before = (train.folder / out).read_bytes()
+        code, err = train(*SMALL, "--steps", 1, out=out)
+        assert code == 2 and out in err and err.count("\n") == 1
+        assert (train.folder / out).read_bytes() == before
+
+
+def test_resuming_reads_the_text_of_before_and_notices_another(train):
+    train(*SMALL, "--steps", 2)
+    assert t.main(["train", "--resume", "--steps", "3", "--out", str(train.folder / "out.npz")]) == 0
+    assert t.load_checkpoint(train.folder / "out.npz").settings["text"].endswith("text.txt")
+    (train.folder / "other.txt").write_text(TEXT.upper().lower() + "the end.")
+    code, err = train("--resume", "--steps", 4, text="other.txt")
+    assert code == 0 and "is not the text" in err
+
+
+def test_a_validation_loss_that_is_not_finite_is_divergence(train, monkeypatch):
+    train(*SMALL, "--steps", 2)
+    before = (train.folder / "out.npz").read_bytes()
+    monkeypatch.setattr(t, "validation_loss", lambda *_: float("nan"))
+    code, err = train("--resume", "--steps", 4)
+    assert code == 1 and "diverged" in err
+    assert (train.folder / "out.npz").read_bytes() == before
+
+
+def test_another_plan_lifts_the_one_before(train):
+    train(*SMALL, "--steps", 2)
+    code, err = train("--resume", "--epochs", 1)
+    assert code == 0 and "nothing to do" not in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_or_closed_stderr_does_not_stop_training(train):
+    args = [sys.executable, str(ROOT / "tinygpt.py"), "train", "--text",
+            str(train.folder / "text.txt"), "--out", str(train.folder / "out.npz"), *SMALL,
+            "--steps", "2"]
+    for redirect in ("2>/dev/full", "2>&-"):
+        code = subprocess.run(f"{shlex.join(args)} {redirect}", shell=True,
+                              stdout=subprocess.DEVNULL).returncode
+        assert code == 0 and t.load_checkpoint(train.folder / "out.npz").step == 2
