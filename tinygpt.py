@@ -3809,7 +3809,7 @@ def load_checkpoint(path):
         raise ValueError(f"{path} is not a whole tinygpt checkpoint: it lacks "
                          f"{str(error.args[0]).split(' ')[0]}; train a new one") from None
     except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, OverflowError,
-            MemoryError, RecursionError, NotImplementedError, zipfile.BadZipFile, zlib.error,
+            MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error,
             argparse.ArgumentTypeError) as error:
         reason = str(error).split("\n")[0]
         if type(error) is argparse.ArgumentTypeError:
