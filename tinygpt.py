@@ -469,6 +469,7 @@ def demo_apply_merge():
     print("after the first, ' ' 's', ' ' 't', 's' 'e' tie at 3; then ' ' 't', ' s' 'e' do")
     print(f"a tie, the smallest pair first: {train_bpe_on_text('nmlknmlk', 3)}")
     print(f"no pair occurs twice:           {train_bpe_on_text('abcdef', 3)}")
+    print(f"only one does, in xabyab:       {train_bpe_on_text('xabyab', 3)}")
     print(f"a a a with the pair (a, a):   {merge_tokens(['a', 'a', 'a'], ('a', 'a'))}")
     print(f"a a a a with the pair (a, a): {merge_tokens(['a', 'a', 'a', 'a'], ('a', 'a'))}")
 
@@ -747,7 +748,8 @@ def demo_window_count():
     print("   N   T   k   (N - T) / k    W   counted")
     cases = (8, 8, 1), (9, 8, 1), (10, 4, 1), (10, 4, 2), (13, 4, 4), (13, 4, 5), (16, 3, 3)
     for N, T, k in cases:
-        counted = len(make_windows(np.arange(N), T, k)[0])
+        x, _ = make_windows(np.arange(N), T, k)
+        counted = len(x)
         print(f"{N:4}{T:4}{k:4}{(N - T) / k:14.2f}{window_count(N, T, k):5}{counted:10}")
 
 
@@ -3076,6 +3078,11 @@ def demo_adamw():
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
     AdamW(params, weight_decay=0.2).step(params, {k: 0 * w for k, w in params.items()}, lr=0.01)
     print(f"gradient 0: matrix {params['matrix'].item():.4f}, bias {params['bias'].item():.4f}")
+    params = {"matrix": np.ones((1, STRETCH)), "bias": np.ones(STRETCH)}
+    AdamW(params, weight_decay=0.2).step(params, {k: 0 * w for k, w in params.items()}, lr=0.01)
+    print(f"each as long as a stretch: matrix {params['matrix'].min():.4f} to "
+          f"{params['matrix'].max():.4f}, bias {params['bias'].min():.4f} to "
+          f"{params['bias'].max():.4f}")
     params = {"w": np.array([[1.0, -2.0, 0.5]])}
     opt = AdamW(params, beta1=0.5, beta2=0.8, eps=0.1, weight_decay=0.0)
     opt.step(params, {"w": np.array([[0.4, -0.2, 0.0]])}, lr=0.1)

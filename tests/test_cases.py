@@ -329,3 +329,19 @@ def test_zero_of_what_may_be_zero(folder):                         # noqa: F811
                      option, 0, cwd=folder)
         assert result.returncode == 0, (option, result.stderr)
     assert TEXT
+
+
+@pytest.mark.parametrize("stretch", [1, 2, 5, 7])
+def test_the_optimizer_gives_the_same_whatever_the_length_of_a_stretch(stretch, monkeypatch):
+    rng = np.random.default_rng(0)
+    start = {"b": rng.normal(size=3), "w": rng.normal(size=(2, 3)), "c": rng.normal(size=2),
+             "v": rng.normal(size=(3, 1))}
+    results = []
+    for length in (10 ** 6, stretch):
+        monkeypatch.setattr(t, "STRETCH", length)
+        params = {name: W.copy() for name, W in start.items()}
+        optimizer = t.AdamW(params, weight_decay=0.3)
+        for _ in range(3):
+            optimizer.step(params, {name: 1 + W for name, W in start.items()}, 0.1)
+        results.append(params)
+    assert all(np.array_equal(results[0][name], results[1][name]) for name in start)
