@@ -11,11 +11,14 @@
 import argparse
 import codecs
 import contextlib
+import ctypes
 import hashlib
 import heapq
 import io
 import json
 import math
+import mmap
+import multiprocessing
 import os
 import re
 import shlex
@@ -26,6 +29,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -3004,12 +3008,15 @@ if __name__ == "__main__": demo(demo_check_params)
 # In code, 50.1 reads m + (1 - β1)(g - m), which is the same with the brackets multiplied out: m
 # moves a share 1 - β1 of the way to g. 50.2 likewise.
 #
-# The rule treats each number alone. So all arrays can be laid end to end in one long vector, and
-# each line of 50.1 to 50.6, written once, serves the whole model, with one NumPy call where there
-# would be one for each array. `pieces` are views into the long vector of steps, one for each name,
-# in the shape of its array. The matrices lie in front, so decay concerns the first part of the
-# vector. A long vector is worked through in stretches short enough to stay in the fast memory of
-# the processor. The arrays in `params` are changed themselves, not replaced.
+# Put 50.6 into 50.7 and sort by w: w_t = (1 - η_t λ) w_(t-1) - η_t u_t, with the u of 50.5. That is
+# how the code does it. First a matrix shrinks by the factor 1 - η_t λ, then it takes its step.
+#
+# Up to 50.5 the rule treats each number alone. So all arrays are laid end to end in one long
+# vector, and each line, written once, serves the whole model, with one NumPy call where there would
+# be one for each array. η goes into the line of 50.3, which saves a pass over the vector. `pieces`
+# are views into the long vector of steps η u, one for each name, in the shape of its array. A long
+# vector is worked through in stretches short enough to stay in the fast memory of the processor.
+# The arrays in `params` are changed themselves, not replaced.
 #
 # Shapes at the default sizes; head_w decays and head_b does not:
 #
@@ -3026,8 +3033,7 @@ class AdamW:
     def __init__(self, params, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1):
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
         self.t = 0
-        self.names = sorted(params, key=lambda name: params[name].ndim < 2)     # matrices first
-        self.n_decay = sum(W.size for W in params.values() if W.ndim >= 2)
+        self.names = list(params)
         self.flat_m, self.flat_v, self.flat_step = (
             np.zeros_like(self.end_to_end(params)) for _ in range(3))
         ends = np.cumsum([params[name].size for name in self.names])
@@ -3042,24 +3048,25 @@ class AdamW:
 
     def step(self, params, grads, lr):
         """One update of the arrays in params, with the learning rate lr (card 50)."""
-        g, w = self.end_to_end(grads), self.end_to_end(params)
+        g = self.end_to_end(grads)
         self.t += 1
-        for start in range(0, len(w), STRETCH):
+        for start in range(0, len(g), STRETCH):
             part = slice(start, start + STRETCH)
-            self.update(part, g[part], w[part], self.flat_m[part], self.flat_v[part], lr)
+            self.update(g[part], self.flat_m[part], self.flat_v[part], self.flat_step[part], lr)
         for name, piece in self.pieces.items():
+            if piece.ndim >= 2:
+                params[name] *= 1 - lr * self.weight_decay                  #         (50.6)
             params[name] -= piece                                           #         (50.7)
 
-    def update(self, part, g, w, m, v, lr):
-        """50.1 to 50.6 for one stretch of the long vectors."""
+    def update(self, g, m, v, step, lr):
+        """50.1 to 50.5 for one stretch of the long vectors: m, v and step = η u are changed."""
         m += (1 - self.beta1) * (g - m)                                     #         (50.1)
         v += (1 - self.beta2) * (g * g - v)                                 #         (50.2)
-        mhat = m * (1 / (1 - self.beta1 ** self.t))                         #         (50.3)
+        mhat = m * (lr / (1 - self.beta1 ** self.t))                        # with η  (50.3)
         vhat = v * (1 / (1 - self.beta2 ** self.t))                         #         (50.4)
-        u = mhat / (np.sqrt(vhat) + self.eps)                               #         (50.5)
-        n = max(0, self.n_decay - part.start)               # how many of these belong to matrices
-        u[:n] += self.weight_decay * w[:n]                                  #         (50.6)
-        np.multiply(u, lr, out=self.flat_step[part])
+        root = np.sqrt(vhat, out=vhat)
+        root += self.eps
+        np.divide(mhat, root, out=step)                                     #         (50.5)
 
 
 def demo_adamw():
@@ -3230,8 +3237,15 @@ if __name__ == "__main__": demo(demo_schedule)
 #     yb (B, T) = (16, 16)
 
 # %%
-WORKER = None                                       # a second thread, once training is prepared
 LARGE = 2 ** 16                                     # B · T · d from which a batch is cut in two
+
+
+def in_turn(first, second):
+    """loss_and_grads of two parts of a batch (card 53)."""
+    return loss_and_grads(*first), loss_and_grads(*second)
+
+
+both_parts = in_turn                                # or at the same time: `prepare_for_training`
 
 
 def batch_loss_and_grads(params, xb, yb, config):
@@ -3239,9 +3253,9 @@ def batch_loss_and_grads(params, xb, yb, config):
     B = len(xb)                                                             #         (53.1)
     if B < 2 or xb.size * config.width < LARGE:
         return loss_and_grads(params, xb, yb, config)                       # one part is all
-    halves = slice(0, B // 2), slice(B // 2, B)
-    work = lambda half: loss_and_grads(params, xb[half], yb[half], config, n=xb.size)
-    (loss, gbar), (loss_i, g) = (WORKER.map if WORKER else map)(work, halves)
+    first, second = ((params, xb[part], yb[part], config, xb.size)
+                     for part in (slice(0, B // 2), slice(B // 2, B)))
+    (loss, gbar), (loss_i, g) = both_parts(first, second)
     loss += loss_i                                                          #         (53.2)
     for k in gbar:
         gbar[k] += g[k]                                                     #         (53.3)
@@ -3310,7 +3324,7 @@ if __name__ == "__main__": demo(demo_step_counts)
 #     val_loss = (1/W_val) Σ_j loss_j,  j = 1, ..., W_val                                (55.1)
 #
 # All windows have the same length T, so this mean of means is also the mean over all positions. It
-# is a forward pass only. The windows are worked through in groups of about a thousand positions,
+# is a forward pass only. The windows are worked through in groups of about 500 positions,
 # which bounds the memory, and each group counts by its number of windows.
 #
 # Shapes at the default sizes:
@@ -3324,7 +3338,7 @@ def validation_loss(params, x, y, config):
     W = len(x)
     if W == 0:
         raise ValueError("the validation loss needs one window or more, got none")
-    loss, size = 0.0, max(1, 1024 // x.shape[1])
+    loss, size = 0.0, max(1, 512 // x.shape[1])
     for start in range(0, W, size):
         group = slice(start, start + size)
         logits, _ = forward(params, x[group], config)
@@ -3343,7 +3357,7 @@ def demo_validation_loss():
     print(f"({' + '.join(number(loss, 4) for loss in losses)}) / {len(losses)} = "
           f"{validation_loss(e.params, x, y, e.config):.4f}")
     more_x, more_y = np.vstack([x[:1]] * 340 + [x]), np.vstack([y[:1]] * 340 + [y])
-    print(f"the first window 341 times, then the other two, in groups of 341, 2: "
+    print(f"the first window 341 times, then the other two, in groups of 170, 170, 3: "
           f"{validation_loss(e.params, more_x, more_y, e.config):.4f}")
     print(f"one window alone: {validation_loss(e.params, x[:1], y[:1], e.config):.4f}")
     refused(validation_loss, e.params, x[:0], y[:0], e.config)
@@ -3675,9 +3689,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # %%
 def prepare_for_training():
     """Process-wide settings for speed; without effect where the system does not offer them."""
-    global WORKER
-    import ctypes
-    from concurrent.futures import ThreadPoolExecutor
+    global both_parts
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 1 << 30)                   # M_TRIM_THRESHOLD: keep freed memory
@@ -3689,8 +3701,87 @@ def prepare_for_training():
                          "openblas_set_num_threads64_", "openblas_set_num_threads"):
                 with contextlib.suppress(AttributeError):
                     getattr(blas, name)(1)
-    if WORKER is None and (os.cpu_count() or 1) > 1:
-        WORKER = ThreadPoolExecutor(2, initializer=np.seterr, initargs=("ignore",))
+    if both_parts is in_turn and len(cores()) > 1:
+        forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
+        both_parts = SecondProcess() if forks else SecondThread()
+
+
+def cores():
+    """The numbers of the cores that this process may use."""
+    return getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+
+
+class SecondProcess:
+    """loss_and_grads of two parts, the second in another process at the same time.
+
+    The two share a piece of memory: the parameters go in, the gradients come out. Threads would do
+    too, but each has to wait for Python's lock again and again, which costs a tenth of a step.
+    """
+    layout, asked = None, 0
+
+    def __call__(self, first, second):
+        """(loss, gradients) of both; the second gradients stay valid until the next call."""
+        params, *rest = second
+        layout = {name: (W.shape, W.dtype) for name, W in params.items()}
+        self.asked += 1
+        try:
+            if layout != self.layout:
+                self.begin(params, layout)
+            for name, W in params.items():
+                self.params[name][...] = W
+            self.pipe.send((self.asked, rest))
+        except OSError:                             # no second process, or it was killed
+            self.layout = None
+        answer = loss_and_grads(*first)
+        try:
+            while self.layout:
+                number, loss = self.pipe.recv()
+                if number == self.asked:            # not left over from a call that failed
+                    return answer, (loss, self.grads)
+        except (EOFError, OSError):
+            self.layout = None
+        return answer, loss_and_grads(*second)      # the same numbers, later
+
+    def begin(self, params, layout):
+        """Start a process for parameters of this layout; an earlier one ends."""
+        if self.layout:
+            self.pipe.close()
+        size = sum(W.nbytes for W in params.values())
+        memory, at = mmap.mmap(-1, 2 * size), 0
+        self.params, self.grads = {}, {}
+        for views in (self.params, self.grads):
+            for name, W in params.items():
+                views[name] = np.frombuffer(memory, W.dtype, W.size, at).reshape(W.shape)
+                at += W.nbytes
+        context = multiprocessing.get_context("fork")
+        self.pipe, other = context.Pipe()
+        context.Process(target=self.serve, args=(other,), daemon=True).start()
+        other.close()
+        self.layout = layout
+
+    def serve(self, pipe):
+        """The life of the second process: answer until the first has gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)            # the first one decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.pipe.close()
+        with np.errstate(all="ignore"), contextlib.suppress(EOFError, OSError, MemoryError):
+            while True:
+                number, part = pipe.recv()
+                loss, grads = loss_and_grads(self.params, *part)
+                for name, g in grads.items():
+                    self.grads[name][...] = g
+                pipe.send((number, loss))
+
+
+class SecondThread:
+    """The same with a thread, where a process cannot be forked."""
+
+    def __init__(self):
+        self.pool = ThreadPoolExecutor(1, initializer=np.seterr, initargs=("ignore",))
+
+    def __call__(self, first, second):
+        later = self.pool.submit(loss_and_grads, *second)
+        return loss_and_grads(*first), later.result()
 
 
 # %% [markdown]
@@ -4378,7 +4469,7 @@ def training_step(config, batch):
 
     small = x.size * config.width < LARGE           # cut as in card 53
     parts = [matrices(batch)] if small else [matrices(batch // 2), matrices(batch - batch // 2)]
-    run = WORKER.map if WORKER and not small else map
+    run = map if small or len(cores()) < 2 else ThreadPoolExecutor(2).map
     return step, lambda: list(run(multiply, parts))
 
 
