@@ -343,8 +343,9 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # changes only the pairs around the places where it happens: where a* and b* are joined, the pairs
 # with the left neighbour, with the right neighbour and (a*, b*) itself go, and the joined token
 # makes new pairs with both neighbours. So `f` is counted once, and after that the old terms are
-# taken out of the sum and the new ones put in. All other terms stay as they were. `places`
-# remembers which pre-tokens hold a pair, or held it once; to visit one in vain does no harm.
+# taken out of the sum and the new ones put in. All other terms stay as they were. `change` collects
+# the terms of one merge. `places` remembers which pre-tokens hold a pair, or held it once; to visit
+# one in vain does no harm.
 #
 # The maximum is found with a heap, a list that hands out its smallest entry cheaply. Its entries
 # are (-f, pair): the smallest is the most frequent pair, and among equals the smallest pair, just
@@ -354,14 +355,6 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
 # %%
-def find(token, tokens, i):
-    """The first place from i on at which token stands in tokens, or -1 (card 2)."""
-    try:
-        return tokens.index(token, i)
-    except ValueError:
-        return -1
-
-
 def count_pairs(words):
     """f, {(a, b): count}, over words [(tokens, n), ...] (card 2)."""
     f = Counter()
@@ -371,8 +364,8 @@ def count_pairs(words):
     return dict(f)
 
 
-def train_bpe(word_counts, n_merges):
-    """The merges [(a, b), ...] in order, at most n_merges of them (card 2)."""
+def learn_merges(word_counts, n_merges):
+    """The merges [(a, b), ...] in order, and {pre-token: tokens} as they leave it (card 2)."""
     words = [(list(word), n) for word, n in word_counts.items()]
     f, places = count_pairs(words), defaultdict(list)
     for w, (tokens, _) in enumerate(words):
@@ -388,31 +381,34 @@ def train_bpe(word_counts, n_merges):
         if -count < 2:
             break
         merges.append(best)
-        (a, b), ab, changed = best, best[0] + best[1], set()
+        (a, b), ab, change = best, best[0] + best[1], defaultdict(int)
         for w in places.pop(best):
-            tokens, n = words[w]
-            i = -1
-            while (i := find(a, tokens, i + 1)) >= 0:
-                if tokens[i + 1:i + 2] != [b]:
-                    continue
-                tokens[i:i + 2] = [ab]                                      # as 3.1
-                if i > 0:
-                    left = tokens[i - 1]
-                    f[left, a] -= n                                         # (2.1), old term out
-                    f[left, ab] = f.get((left, ab), 0) + n                  # (2.1), new term in
-                    places[left, ab].append(w)
-                    changed.update(((left, a), (left, ab)))
-                if i + 1 < len(tokens):
-                    right = tokens[i + 1]
-                    f[b, right] -= n                                        # (2.1), old term out
-                    f[ab, right] = f.get((ab, right), 0) + n                # (2.1), new term in
-                    places[ab, right].append(w)
-                    changed.update(((b, right), (ab, right)))
-        del f[best]                                                         # joined everywhere
-        for pair in changed - {best}:
+            (tokens, n), i = words[w], 0
+            while i < len(tokens) - 1:
+                if tokens[i] == a and tokens[i + 1] == b:
+                    tokens[i:i + 2] = [ab]                                  # as 3.1
+                    if i > 0:
+                        left = tokens[i - 1]
+                        change[left, a] -= n                                # old term out
+                        change[left, ab] += n                               # new term in
+                        places[left, ab].append(w)
+                    if i + 1 < len(tokens):
+                        right = tokens[i + 1]
+                        change[b, right] -= n                               # old term out
+                        change[ab, right] += n                              # new term in
+                        places[ab, right].append(w)
+                i += 1
+        change[best] = -f[best]                                             # joined everywhere
+        for pair, n in change.items():
+            f[pair] = f.get(pair, 0) + n                                    # (2.1)
             if f[pair] > 1:
                 heapq.heappush(heap, (-f[pair], pair))
-    return merges
+    return merges, {word: tokens for word, (tokens, _) in zip(word_counts, words)}
+
+
+def train_bpe(word_counts, n_merges):
+    """The merges [(a, b), ...] in order, at most n_merges of them (card 2)."""
+    return learn_merges(word_counts, n_merges)[0]
 
 
 def train_bpe_on_text(text, n_merges):
@@ -452,10 +448,11 @@ if __name__ == "__main__": demo(demo_pair_frequency)
 # %%
 def merge_tokens(tokens, pair):
     """A new list of tokens in which each occurrence of pair is one token (card 3)."""
-    (a, b), out, i = pair, list(tokens), -1
-    while (i := find(a, out, i + 1)) >= 0:
-        if out[i + 1:i + 2] == [b]:
+    (a, b), out, i = pair, list(tokens), 0
+    while i < len(out) - 1:
+        if out[i] == a and out[i + 1] == b:
             out[i:i + 2] = [a + b]                                          # (3.1)
+        i += 1
     return out
 
 
@@ -525,10 +522,13 @@ class Tokenizer:
 
 def build_tokenizer(text, n_merges):
     """The tokenizer learned from a text: its merges and its vocabulary (card 4)."""
-    merges = train_bpe_on_text(text, n_merges)
+    merges, tokens_of = learn_merges(count_words(text), n_merges)
     merged = [a + b for a, b in merges]
-    itos = list(dict.fromkeys([UNK, *text, *merged]))                       # (4.1)
-    return Tokenizer(itos, merges)
+    itos = list(dict.fromkeys([UNK, *dict.fromkeys(text), *merged]))        # (4.1)
+    tokenizer = Tokenizer(itos, merges)
+    for word, tokens in tokens_of.items():
+        tokenizer.cache[word] = [tokenizer.stoi[token] for token in tokens]         # as 5.1
+    return tokenizer
 
 
 def demo_vocabulary():
@@ -559,7 +559,8 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # lowest rank (its place in the list), and go on with higher ranks. A merge whose pair is not there
 # would change nothing, and a pair that appears only after its turn has passed is left alone, as in
 # the replay. A pre-token is the same wherever it stands, so its ids are kept and not computed a
-# second time.
+# second time. For those of the training text they are kept from the start: learning the merges has
+# just applied them, in their order.
 #
 # Shapes: a text becomes a list of N ids. decode(encode(text)) == text as long as every character is
 # known.

@@ -59,11 +59,11 @@ def test_merges_are_replayed_by_rank():
 def test_training_and_encoding_cut_the_text_alike():
     text = "at a cat\nat a hat\nat a mat\n"
     tokenizer = t.build_tokenizer(text, 6)
-    tokens = [tokenizer.itos[i] for i in tokenizer.encode(text)]
     words = [list(word) for word in t.PRE_TOKEN.findall(text)]
     for pair in tokenizer.merges:
         words = [t.merge_tokens(word, pair) for word in words]
-    assert tokens == sum(words, [])
+    for tokenizer in (tokenizer, t.Tokenizer(tokenizer.itos, tokenizer.merges)):
+        assert [tokenizer.itos[i] for i in tokenizer.encode(text)] == sum(words, [])
     assert not any(c in token[1:] for token in tokenizer.itos[1:] for c in " \n")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import tinygpt as t
+from conftest import ROOT
 
 T, d, dh, H, B, F, V, L, Tmax = 5, 8, 4, 2, 6, 10, 11, 3, 7
 CONFIG = t.ModelConfig(
@@ -272,8 +273,16 @@ def test_encoding_the_training_text_gives_the_tokens_training_ended_with(text, n
     words = slow_pre_tokens(text)
     counts = {word: words.count(word) for word in words}
     tokens = slow_train(counts, n_merges)[1]
-    tokenizer = t.build_tokenizer(text, n_merges)
-    assert tokens_of(tokenizer, text) == [token for word in words for token in tokens[word]]
+    trained = t.build_tokenizer(text, n_merges)     # has kept the ids of the training text
+    loaded = t.Tokenizer(trained.itos, trained.merges)
+    for tokenizer in (trained, loaded):
+        assert tokens_of(tokenizer, text) == [token for word in words for token in tokens[word]]
+
+
+def test_a_loaded_tokenizer_encodes_the_corpus_as_the_trained_one_does():
+    text = (ROOT / "corpus.txt").read_text(encoding="utf-8")
+    trained = t.build_tokenizer(text, 1700)
+    assert trained.encode(text) == t.Tokenizer(trained.itos, trained.merges).encode(text)
 
 
 def test_no_token_has_a_blank_or_line_end_inside():
