@@ -57,7 +57,8 @@ except ModuleNotFoundError:
 # The book has ten chapters with 61 sections, called cards. A card takes one step. It says what the
 # step is for and why it has this form, states the step as numbered equations, gives the shapes,
 # then the code, then a demo with numbers small enough to redo by hand. What a demo prints is kept
-# in the folder `golden`, so any change to an equation shows up there as a difference.
+# in the folder `golden`, so any change to an equation shows up there as a difference. Each chapter
+# ends with exercises; the answers stand together at the end of the book.
 #
 # - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of
 #   the equation, and again at the end of the line of code that carries the equation out.
@@ -621,6 +622,18 @@ def demo_encode_decode():
 if __name__ == "__main__": demo(demo_encode_decode)
 
 # %% [markdown]
+# ### Exercises of chapter 1
+#
+# - **1a.** Learn the merges of the text `low low lower` by hand: count the pairs, join the best
+#   one, count again. Mind the blank in front of a pre-token and the rule for ties.
+#
+# - **1b.** Let pairs that occur only once be joined too: in `learn_merges` write `-count < 1` for
+#   `-count < 2` and `f[pair] > 0` for `f[pair] > 1`. Which golden files change?
+#
+# - **1c.** Take ` ?` away in front of the letters in `PRE_TOKEN`. Is any text decoded to something
+#   else than before? How many ids has the running example now?
+
+# %% [markdown]
 # ## Chapter 2. Data
 #
 # The text is now one long stream of ids. This chapter cuts it into the exercises from which the
@@ -804,6 +817,15 @@ def demo_batches():
 
 
 if __name__ == "__main__": demo(demo_batches)
+
+# %% [markdown]
+# ### Exercises of chapter 2
+#
+# - **2a.** A stream has 1,000 ids. How many windows of T = 16 does it give with stride 4, and with
+#   stride 16? How many of the ids are a target at least once?
+#
+# - **2b.** Hand out the window itself as its targets: write `y = pieces[:, :-1]` in 7.3. What
+#   happens to the training loss, and what does the model learn?
 
 # %% [markdown]
 # ## Chapter 3. Operations
@@ -1244,8 +1266,8 @@ def demo_cross_entropy():
     show("P", P)
     print(f"loss = -(log {P[0, 2]:.4f} + log {P[1, 1]:.4f}) / 2 = "
           f"({-math.log(P[0, 2]):.4f} + {-math.log(P[1, 1]):.4f}) / 2 = {loss:.4f}")
-    far = np.array([[600.0, -400.0]])
-    print(f"logits 600, -400, target the second: loss {cross_entropy_forward(far, y[1:])[0]:.1f}")
+    far = np.array([[1000.0, 0.0]])
+    print(f"logits 1000, 0, target the second: loss {cross_entropy_forward(far, y[1:])[0]:.1f}")
     e = example(17)
     logits = e.X0 @ e.params["head_w"] + e.params["head_b"]
     loss, P = cross_entropy_forward(logits, e.y)
@@ -1622,6 +1644,17 @@ def demo_xavier():
 if __name__ == "__main__": demo(demo_xavier)
 
 # %% [markdown]
+# ### Exercises of chapter 3
+#
+# - **3a.** Make db a mean: divide `column_sums(dY)` in 12.3 by `len(rows(dY))`. Then run
+#   `python tinygpt.py gradcheck`. Which arrays are wrong, and why is bk not among them?
+#
+# - **3b.** Leave the maximum out of 15.1. Which golden files change, and why no others?
+#
+# - **3c.** Write GELU as a new card. GPT-2 uses gelu(x) = x/2 · (1 + tanh u) with u = √(2/π) (x +
+#   0.044715 x³). Derive its backward pass, then write both functions.
+
+# %% [markdown]
 # ## Chapter 4. Embeddings
 #
 # An id is a name, not a quantity: token 7 is not more than token 6. So each token gets a row of d
@@ -1805,6 +1838,15 @@ def demo_embedding_backward():
 
 
 if __name__ == "__main__": demo(demo_embedding_backward)
+
+# %% [markdown]
+# ### Exercises of chapter 4
+#
+# - **4a.** Write `d_tok_emb[ids.ravel()] += rows(dX0)` for the line of 27.2. Which golden files
+#   change? Why does card 49 not notice, and why does `python tinygpt.py gradcheck`?
+#
+# - **4b.** Take the position rows out of 26.2. With one block, what does the last row of logits say
+#   about the order of the tokens before it? And with two blocks?
 
 # %% [markdown]
 # ## Chapter 5. Attention
@@ -2361,6 +2403,17 @@ def demo_attention_backward():
 if __name__ == "__main__": demo(demo_attention_backward)
 
 # %% [markdown]
+# ### Exercises of chapter 5
+#
+# - **5a.** Drop the factor 1/√dh from 32.1. Which golden files change, and why only those? What
+#   does `python tinygpt.py gradcheck` say, and how do you make it content again?
+#
+# - **5b.** Make the mask strict, j < i: write 0 for the 1 at the end of the line in `later_keys`.
+#   What does position 0 now attend to?
+#
+# - **5c.** How many parameters has a model with 1, 2 or 4 heads, all else being equal?
+
+# %% [markdown]
 # ## Chapter 6. Transformer
 #
 # Attention moves information between positions. A feed-forward network works on each position
@@ -2814,6 +2867,18 @@ def demo_model_backward():
 if __name__ == "__main__": demo(demo_model_backward)
 
 # %% [markdown]
+# ### Exercises of chapter 6
+#
+# - **6a.** Cut the residual connection of 41.3: write `X1 = Att`. Which arrays does
+#   `python tinygpt.py gradcheck` call wrong, and why are the others right?
+#
+# - **6b.** Work out with 44.1 and 44.2 how many parameters the sizes of GPT-2 give: V = 50,257,
+#   Tmax = 1,024, d = 768, F = 3,072, L = 12. GPT-2 has no head_b, and its head_w is its token
+#   table, turned on its side. How many has GPT-2?
+#
+# - **6c.** Let head_w be the token table E, turned on its side, as in GPT-2. What is dE then?
+
+# %% [markdown]
 # ## Chapter 7. Gradient check
 #
 # A wrong backward pass does not crash. The model may even learn, only worse, and nobody knows why.
@@ -2960,6 +3025,15 @@ def demo_check_params():
 
 
 if __name__ == "__main__": demo(demo_check_params)
+
+# %% [markdown]
+# ### Exercises of chapter 7
+#
+# - **7a.** Forget the sum in 38.6: write `dS = A * dA`. Which arrays does
+#   `python tinygpt.py gradcheck` call wrong, and which not? Why is bk among them now?
+#
+# - **7b.** Run the check of card 49 with float32 parameters. The backward pass is right, and yet
+#   most arrays fail. Why?
 
 # %% [markdown]
 # ## Chapter 8. Optimizer
@@ -3205,6 +3279,16 @@ def demo_schedule():
 if __name__ == "__main__": demo(demo_schedule)
 
 # %% [markdown]
+# ### Exercises of chapter 8
+#
+# - **8a.** A number has the gradient g at the first step. How far does it move, with η = 0.01, no
+#   decay, a tiny ε, β1 = 0.9 and β2 = 0.99? How far without 50.3 and 50.4, that is with m and v in
+#   place of mhat and vhat? And with β2 = 0.999?
+#
+# - **8b.** Forget the 1/T of 18.2: put 1 for `1 / n` in both lines. Which golden files change? The
+#   text that card 61 writes is the same. Why is that no comfort?
+
+# %% [markdown]
 # ## Chapter 9. Training
 #
 # All parts are there: exercises, loss, gradients, an optimizer. Training is a loop over them. This
@@ -3365,6 +3449,16 @@ def demo_validation_loss():
 
 
 if __name__ == "__main__": demo(demo_validation_loss)
+
+# %% [markdown]
+# ### Exercises of chapter 9
+#
+# - **9a.** The demo of card 53 has five windows. Cut them into the first two and the last three,
+#   take the mean loss of each part, and the mean of the two means. What is wrong, and what weight
+#   did each window get?
+#
+# - **9b.** 1,000 windows, batches of 16, 3 epochs: how many steps, and how many windows has the
+#   last batch of an epoch? Does one of them count as much as any other?
 
 # %% [markdown]
 # ## Chapter 10. Generation
@@ -3674,6 +3768,150 @@ def demo_autoregressive_loop():
 
 
 if __name__ == "__main__": demo(demo_autoregressive_loop)
+
+# %% [markdown]
+# ### Exercises of chapter 10
+#
+# - **10a.** The probabilities are 0.64, 0.16, 0.16, 0.04. What are they at temperature 2, and at
+#   1/2?
+#
+# - **10b.** Let generation read as far back as the position table goes: write `config.max_context`
+#   in 61.1. Which golden files change, and why is the result worse?
+#
+# - **10c.** Is top-k with k = 1 the same as temperature 0?
+
+# %% [markdown]
+# ## Answers
+#
+# To carry out an exercise, change the line, play the demos it concerns, and run `make test`: each
+# golden file that differs is shown with its difference. Then undo the change. Of an equation only
+# the line of code is changed, unless the exercise says more; its backward pass stays as it is. The
+# numbers of golden files are those of their cards; `golden/training.txt` changes too wherever a
+# training run does.
+#
+# - **1a.** The pre-tokens are `low`, ` low` and ` lower`, each once. At first (l, o) and (o, w)
+#   occur 3 times, (blank, l) twice, the others once. The smallest of the two best is (l, o). Then
+#   (lo, w) occurs 3 times, and then (blank, low) twice. The merges make lo, low and ` low`. After
+#   that every pair occurs once, and learning stops.
+#
+# - **1b.** Golden files that change: 3. There the two short texts now go on until each pre-token is
+#   one token. The running example asks for few merges, and has enough pairs that occur more often.
+#   With more merges than a text supports, this change would fill the vocabulary with whole words
+#   that are seen once.
+#
+# - **1c.** No. A blank is now matched by `\s+` and is a pre-token of its own; each character still
+#   lands in exactly one piece. The running example has 23 ids, where it had 22, since the
+#   vocabulary could no longer join a blank to the word behind it. On longer texts the difference is
+#   larger: nearly every word costs an id more.
+#
+# - **2a.** By 8.1, ⌈(1,000 - 16) / 4⌉ = 246 windows and ⌈984 / 16⌉ = 62. The last windows start at
+#   980 and 976, so the last targets are ids[996] and ids[992]. The first id is never a target: 996
+#   and 992 of the ids are.
+#
+# - **2b.** Golden files that change: 7, 9, 17, 45, 46, 49 to 51, 53, 55, 56, 61. In card 61 the
+#   training loss falls to 0.01 within 60 steps, where it was 0.30. The model has learned to copy:
+#   it gives `he` after `he`, without end. A loss that falls faster than it should is a reason to
+#   look at the data.
+#
+# - **3a.** Golden files that change: 12, 40, 46, 49 to 51, 53. The gradient check calls wrong the
+#   biases of all linear layers: bq, bv, bo, ff1_b and ff2_b of each block, and head_b. Those of
+#   LayerNorm are right, since `layer_norm_backward` forms its own sums. And bk is right because its
+#   gradient is 0, by 38.14, and so is the mean of what adds up to 0.
+#
+# - **3b.** Golden files that change: 15. Only that demo has scores that are large: e^1000 overflows
+#   to ∞, and ∞/∞ is no number. The scores of attention in the other demos are small, and for them
+#   both forms agree in all digits shown. Such a fault sleeps until a model is trained long enough
+#   to have large scores.
+#
+# - **3c.** Write t for tanh u. By the product rule the slope of x/2 · (1 + t) is (1 + t)/2 + x/2 ·
+#   t'. The slope of tanh is 1 - tanh², so by the chain rule t' = (1 - t²) u', with u' = √(2/π) (1 +
+#   3 · 0.044715 x²). Each entry touches only itself, as in 14.2. In code:
+#
+#       def gelu_forward(Z):
+#           t = np.tanh(math.sqrt(2 / math.pi) * (Z + 0.044715 * Z ** 3))
+#           return Z / 2 * (1 + t)
+#
+#       def gelu_backward(dA, Z):
+#           t = np.tanh(math.sqrt(2 / math.pi) * (Z + 0.044715 * Z ** 3))
+#           du = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * Z ** 2)
+#           return dA * ((1 + t) / 2 + Z / 2 * (1 - t * t) * du)
+#
+#   Put in place of `relu_forward` and `relu_backward` in cards 39 and 40, they pass the gradient
+#   check.
+#
+# - **4a.** Golden files that change: 27, 61. In the window of card 49 no token stands twice, so
+#   there nothing is lost. `gradcheck` draws three windows of five ids from eleven, so some id must
+#   come again, and it calls tok_emb wrong. A check is as good as its example.
+#
+# - **4b.** Golden files that change: 26, 45, 46, 49 to 51, 53, 55, 56, 61. With one block the order
+#   has no effect: the last position asks, each earlier one answers with what it is, and the sum of
+#   35.2 does not care where the terms stand. With two blocks it has: thanks to the mask, each
+#   earlier row has seen only the tokens before it, so the rows that the second block reads depend
+#   on the order.
+#
+# - **5a.** Golden files that change: 32 to 42, 45, 46, 49 to 51, 53, 55, 56, 61. These are the
+#   cards that use the weights of attention, or what was made with them. The gradient check calls
+#   wrong wq, bq, wk and whatever lies before the scores; in the last block, wv, wo and the
+#   feed-forward layer are right. Drop the division from 38.8 and 38.9 too, and all arrays are right
+#   again: the model without the scaling is another model, with a gradient of its own.
+#
+# - **5b.** To nothing. All its scores are -∞, the largest is -∞ too, and -∞ minus -∞ is no number:
+#   the row is nan, and by way of the values so is everything behind it. Golden files that change:
+#   33 to 42, 45, 46, 49 to 51, 53, 55, 56, 61. This is why the diagonal stays.
+#
+# - **5c.** The same number. The matrices of attention are d × d whatever H is; the heads only share
+#   out their columns, as 29.1 has it.
+#
+# - **6a.** Golden files that change: 41, 42, 45, 46, 49 to 51, 53, 55, 56, 61. Wrong are tok_emb,
+#   pos_emb and all that block 0 has but bk. 42.6 still adds dX1 to dX, though X no longer reaches
+#   X1 directly. So each block hands a false gradient down to the one below it. The arrays of the
+#   last block get theirs before that happens.
+#
+# - **6b.** 163,087,441. Without head_w and head_b it is 50,257 · 768 + 50,257 less, which is
+#   124,439,808.
+#
+# - **6c.** E is used twice, so two gradients add up: the sum of 27.2, and what 12.2 gives for
+#   head_w, turned on its side: dlogitsᵀ Xf.
+#
+# - **7a.** Golden files that change: 38, 42, 46, 49, 51, 61. Wrong are wq, bq, wk and bk, and
+#   everything before them: ln1_g, ln1_b, all earlier blocks and both tables. In the last block wv,
+#   bv, wo, bo, ln2_g, ln2_b and the feed-forward layer are right, since dS does not reach them.
+#   Without the sum the rows of dS no longer add up to 0, and that was what made the gradient of bk
+#   vanish in 38.14.
+#
+# - **7b.** A float32 number has about 7 digits, so a loss of about 2 has an error near 1e-7. 47.1
+#   divides it by 2h = 2e-5, which makes an error near 0.005, larger than many of the slopes. The
+#   measured slope is wrong there, not the gradient.
+#
+# - **8a.** With the corrections mhat = g and vhat = g², so u is g/|g| and the number moves by 0.01,
+#   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to be the
+#   same step. For β2 = 0.999, √v = 0.0316 |g|: the first step is 3.16 times as long.
+#
+# - **8b.** Golden files that change: 18, 46, 49 to 51, 53. All gradients are too large by a factor,
+#   the number of positions. AdamW divides m by the root of v, where a common factor cancels; so the
+#   training looks healthy. But the norm of 51.1 is too large by that factor too, so clipping has
+#   another effect, and a plain step against the gradient would be far too long. The gradient check
+#   tells at once.
+#
+# - **9a.** (2.5440 + 4.1966)/2 = 3.3703 and (2.9195 + 2.9500 + 2.9260)/3 = 2.9318; their mean is
+#   3.1511, and the loss is 3.1072. The first two windows got 1/4 each, the other three 1/6 each,
+#   and all should get 1/5. So each part must divide by the size of the whole batch.
+#
+# - **9b.** ⌈1,000 / 16⌉ = 63 steps for each epoch, 189 in all. The last batch has 1,000 - 62 · 16 =
+#   8 windows. Each of them has the weight 1/8 in its step, where the others have 1/16: twice as
+#   much.
+#
+# - **10a.** Dividing logits by τ raises each probability to the power 1/τ, and then all are scaled
+#   to the sum 1. At 2: roots 0.8, 0.4, 0.4, 0.2, sum 1.8, which makes 0.4444, 0.2222, 0.2222,
+#   0.1111. At 1/2: squares 0.4096, 0.0256, 0.0256, 0.0016, sum 0.4624, which makes 0.8858, 0.0554,
+#   0.0554, 0.0035.
+#
+# - **10b.** Golden files that change: 61. Rows 3 and 4 of the position table were never trained, as
+#   no window is longer than T = 3. A text of more than three tokens now adds those random rows to
+#   its last positions.
+#
+# - **10c.** Not where there is a tie. Temperature 0 always takes the first of the largest logits.
+#   58.2 keeps all that are as large as the largest, and the draw chooses among them.
 
 # %% [markdown]
 # ## The program
