@@ -36,8 +36,13 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+if sys.version_info < (3, 11):
+    print(f"tinygpt needs Python 3.11 or newer, this is {sys.version.split()[0]}", file=sys.stderr)
+    raise SystemExit(2)
 try:
     import numpy as np
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 except ModuleNotFoundError:
     print("tinygpt needs numpy: run 'python -m pip install numpy', or 'make train' and then "
           ".venv/bin/python in place of python", file=sys.stderr)
@@ -4045,6 +4050,9 @@ def read_text(path):
         at = error.start + mark
         raise ValueError(f"{path} is not UTF-8: byte 0x{data[at]:02X} at offset {at}; "
                          f"save it as UTF-8 text") from None
+    if (nul := text.count("\0")) > len(text) / 4:
+        raise ValueError(f"{path} is not UTF-8 but looks like UTF-16: {nul:,} of {len(text):,} "
+                         f"characters are NUL; save it as UTF-8 text")
     text = plain_lines(text)
     if not text:
         raise ValueError(f"{path} is empty: training needs a text")
@@ -4093,8 +4101,9 @@ def save_checkpoint(path, checkpoint):
             if time.time() - left.stat().st_mtime > 3600:
                 left.unlink()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             np.savez(file, **arrays)
             file.flush()
             os.fsync(file.fileno())
@@ -4240,6 +4249,12 @@ def resolve(options, checkpoint):
         settings["lr"] = 1.28 / settings["width"] / settings["layers"]
     if options.lr_min is None and (settings["lr_min"] is None or options.lr is not None):
         settings["lr_min"] = settings["lr"] / 40
+    if settings["width"] % settings["heads"]:
+        raise ValueError(f"--width {settings['width']} cannot be shared by --heads "
+                         f"{settings['heads']}: make it a multiple of them")
+    if settings["context"] > settings["max_context"]:
+        raise ValueError(f"--context {settings['context']} is larger than --max-context "
+                         f"{settings['max_context']}: make it smaller, or --max-context larger")
     if settings["lr_min"] > settings["lr"]:
         raise ValueError(f"--lr-min {settings['lr_min']} is larger than --lr {settings['lr']}: "
                          f"make it smaller")
@@ -4273,6 +4288,8 @@ def prepare_data(text, tokenizer, s):
 
 def check_target(options):
     """ValueError unless a model can be written to options.out and nothing else is lost there."""
+    if options.out.endswith(("/", os.sep)):
+        raise ValueError(f"--out {options.out} must be the name of a file, not of a folder")
     out = Path(options.out).resolve()
     probe = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
@@ -4655,12 +4672,6 @@ def cards():
 def play_demos(options):
     """Play the demos of the named cards, or all."""
     index = cards()
-    if options.list:
-        for n, slug, title, direction, functions, line, _ in index:
-            print(f"{n:2}  {slug:22}  line {line:4}  {title}"
-                  + (f" ({direction})" if direction and direction not in title else "")
-                  + (f": {functions}" if functions else ""))
-        return 0
     known = {str(card[0]): card for card in index} | {card[1]: card for card in index}
     chosen = []
     for name in options.names:
@@ -4670,6 +4681,12 @@ def play_demos(options):
                              + (f"did you mean {', '.join(near)}? " if near else "")
                              + "'python tinygpt.py demo --list' names all")
         chosen.append(known[name])
+    if options.list:
+        for n, slug, title, direction, functions, line, _ in chosen or index:
+            print(f"{n:2}  {slug:22}  line {line:4}  {title}"
+                  + (f" ({direction})" if direction and direction not in title else "")
+                  + (f": {functions}" if functions else ""))
+        return 0
     for i, (n, slug, title, direction, *_, play) in enumerate(chosen or index):
         if len(chosen) != 1:
             print(f"{'' if i == 0 else chr(10)}=== {n}. {title} ({slug})")
@@ -4869,7 +4886,7 @@ def build_parser():
     p.add_argument("--scale", action="store_true", help="how the cost grows with T, d, L and B")
 
     p = command("gradcheck", run_gradcheck, "hold every gradient against central differences")
-    add(p, "samples", 20, whole, "entries drawn from each array (20)")
+    add(p, "samples", 20, number_type(int, 1, 1000), "entries drawn from each array (20)")
     add(p, "seed", 0, number_type(int, 0), "seed of model and entries (0)")
     return parser
 
@@ -4890,7 +4907,10 @@ def main(argv=None):
         parser = build_parser()
         if bare := [arg for arg in argv if re.fullmatch(r"--[\w-]+=--", arg)]:
             parser.error(f"argument {bare[0][:-3]}: -- is no value")
-        options = parser.parse_args(argv)
+        try:
+            options = parser.parse_args(argv)
+        finally:
+            sys.stdout.flush()                      # what --help has printed
         if options.command is None:
             print(TOUR, end="")
             return 0

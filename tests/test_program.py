@@ -224,8 +224,9 @@ def test_training_options_are_checked_before_the_text_is_read(option, value):
 
 
 def test_sizes_that_do_not_fit_together(tmp_path):
-    refused(run("train", "--width", 10, "--heads", 3, "--text", "no.txt"), "10", "3")
-    refused(run("train", "--context", 64, "--text", "no.txt"), "64", "32")
+    refused(run("train", "--width", 10, "--heads", 3, "--text", "no.txt"), "--width 10",
+            "--heads 3")
+    refused(run("train", "--context", 64, "--text", "no.txt"), "--context 64", "--max-context 32")
     refused(run("train", "--lr", 0.001, "--lr-min", 0.01, "--text", "no.txt"), "0.001", "0.01")
     assert list(tmp_path.iterdir()) == []
 
@@ -233,7 +234,8 @@ def test_sizes_that_do_not_fit_together(tmp_path):
 @pytest.mark.parametrize("data, words", [
     (None, ["text.txt"]), (b"", ["empty"]), (b"\xef\xbb\xbf", ["empty"]),
     (b"caf\xe9", ["0xE9", "offset 3"]), (b"\xff\xfea\x00b\x00", ["0xFF", "offset 0"]),
-    (b"ok\xc3", ["0xC3", "offset 2"]), (b"\xef\xbb\xbfok\xc3", ["0xC3", "offset 5"])])
+    (b"ok\xc3", ["0xC3", "offset 2"]), (b"\xef\xbb\xbfok\xc3", ["0xC3", "offset 5"]),
+    (b"a\0b\0c\0\n\0", ["UTF-16", "4 of 8"]), (b"\0" * 9, ["UTF-16", "9 of 9"])])
 def test_text_files_that_cannot_be_read(data, words, tmp_path):
     if data is not None:
         (tmp_path / "text.txt").write_bytes(data)
@@ -291,6 +293,8 @@ def test_narrow_consoles(encoding, tmp_path):
 
 def test_a_missing_folder_is_named_before_training(tmp_path):
     refused(run("train", "--out", tmp_path / "no" / "model.npz"), "model.npz", "folder")
+    refused(run("train", "--out", "models/", cwd=tmp_path), "--out models/", "not of a folder")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -328,6 +332,8 @@ def test_demo_lists_plays_and_suggests():
     assert run("demo", "softmax").stdout == run("demo", "15").stdout == golden
     both = run("demo", "softmax", "42").stdout
     assert golden in both and "42. Residual connections, backward" in both
+    assert run("demo", "--list", "42", "softmax").stdout.splitlines() == [listed[41], listed[14]]
+    refused(run("demo", "--list", "sofmax"), "sofmax", "softmax")
     refused(run("demo", "sofmax"), "sofmax", "softmax")
     refused(run("demo", "62"), "62", "--list")
 
@@ -361,6 +367,27 @@ def test_importing_prints_nothing():
 def test_usage_errors_take_one_line():
     refused(run("frobnicate"), "frobnicate")
     refused(run("train", "--frobnicate"), "frobnicate")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_no_success_for_help_either():
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "tinygpt.py", "train", "--help"], cwd=ROOT,
+                                stdout=full, stderr=subprocess.PIPE, text=True,
+                                env={**os.environ, "PYTHONUNBUFFERED": ""})
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+
+
+def test_an_interrupt_while_numpy_is_loaded_shows_no_traceback(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
+    result = run_process("demo", env={"PYTHONPATH": str(tmp_path)})
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_an_old_python_is_named(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys; sys.version_info, sys.version = (3, 10, 13), '3.10.13 (main)'")
+    refused(run_process(env={"PYTHONPATH": str(tmp_path)}), "Python 3.11", "3.10.13")
 
 
 def test_without_numpy_one_line(tmp_path):

@@ -77,3 +77,31 @@ def test_the_commands_of_the_readme_exist(capsys):
 
 def test_the_readme_is_short_enough_to_be_read():
     assert len(README.splitlines()) <= 250
+
+
+def test_the_options_of_the_readme_exist():
+    commands = t.build_parser()._subparsers._group_actions[0].choices.values()
+    known = {name for command in commands for name in command._option_string_actions}
+    foreign = {"--to", "--set-kernel", "--execute"}         # of jupytext
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", README))
+    assert named - foreign <= known and len(named) > 20
+    train = {"--merges", "--layers", "--heads", "--width", "--hidden", "--context", "--max-context",
+             "--batch", "--steps", "--lr", "--weight-decay"}
+    assert train <= named
+
+
+def test_the_parameters_of_the_table_for_pytorch_are_those_of_a_model():
+    table = README.split("with nanoGPT's names")[1].split("nanoGPT itself")[0]
+    named = set()
+    for row in re.findall(r"^\| `.*", table, re.M):
+        for ours in row.strip("|").split("|")[::2]:
+            prefix = "block0." if "block0." in ours else ""
+            named |= {prefix + name.removeprefix("block0.") for name in re.findall(r"`(.+?)`", ours)}
+    assert named == set(t.param_shapes(t.ModelConfig(9, layers=1)))
+
+
+def test_the_five_evenings_go_through_all_cards():
+    evenings = [(int(a), int(b)) for a, b in
+                re.findall(r"^\| \d \| (\d+) to (\d+),", README, re.M)]
+    assert [a for a, _ in evenings] == [1] + [b + 1 for _, b in evenings[:-1]]
+    assert len(evenings) == 5 and evenings[-1][1] == 61
