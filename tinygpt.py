@@ -1,6 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["numpy>=1.26"]
+# requires-python = ">=3.11" dependencies = ["numpy>=1.26"]
 # ///
 """tinygpt: a complete GPT in one file, to be read from top to bottom and to be run.
 
@@ -62,19 +61,25 @@ except ModuleNotFoundError:
 # The book has ten chapters with 61 sections, called cards. A card takes one step. It says what the
 # step is for and why it has this form, states the step as numbered equations, gives the shapes,
 # then the code, then a demo with numbers small enough to redo by hand. What a demo prints is kept
-# in the folder `golden`, so any change to an equation shows up there as a difference. Each chapter
-# ends with exercises; the answers stand together at the end of the book.
+# in the folder `golden`, so any change to an equation shows up there as a difference;
+# `golden/training.txt` is the transcript of a short training run.
+#
+# Each chapter ends with exercises; the answers stand together at the end of the book. To do one
+# that changes a line, play the demos it concerns before and after, or run `make test`, which shows
+# how each golden file differs. `python tinygpt.py gradcheck` holds all gradients of a random model
+# of two blocks against slopes that are measured, as chapter 7 explains. Then undo the change.
 #
 # - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of
 #   the equation, and again at the end of the line of code that carries the equation out.
-# - A dagger † marks an equation that the program never carries out, a step of a derivation or a
-#   fact worth knowing. A demo may show it with numbers.
+# - A dagger † marks an equation that no line of code is labelled with: a step of a derivation, the
+#   same said in another way, or a fact worth knowing. A demo may show it with numbers.
 # - Behind a line that makes an array, a comment gives its shape: `# (T, d)` is T rows, d columns.
 # - Shapes are given for one window of text. The code also takes any further axes in front, so the
 #   same function serves a window (T, d) and a batch of windows (B, T, d).
 # - `dX` is always the derivative of the loss by X. It has the shape of X, since each entry of X
 #   has its own derivative.
 # - A backward function stands beneath its forward function and reads like it upside down.
+# - Training counts in float32, numbers with about 7 digits, and the demos in float64, with 16.
 # - The loss is one number that says how wrong the model's predictions are. The derivatives of the
 #   loss by all numbers of an array, together, are called its gradient.
 #
@@ -83,7 +88,8 @@ except ModuleNotFoundError:
 # variance of a random number; card 47 uses Taylor's formula. ∂Y/∂X is the derivative of Y by X
 # while all else is held fixed. The chain rule is the engine of the whole book, so here it is in the
 # form that is used throughout. When the loss depends on X only through Y, each entry of X may touch
-# several entries of Y, and their effects add up: dX_i = Σ_j dY_j ∂Y_j/∂X_i.
+# several entries of Y, and their effects add up: dX_i = Σ_j dY_j ∂Y_j/∂X_i. An array that is used
+# in several places gets such a sum from each place, and these add up too.
 #
 # For those who know GPT-2, the main differences: the tokenizer works on characters where GPT-2's
 # works on bytes, the bend in the feed-forward layer is a ReLU where GPT-2 has a GELU, the output
@@ -118,10 +124,12 @@ except ModuleNotFoundError:
 # function. V is also the matrix of values in cards 28 to 38. A is the activation in the
 # feed-forward layer and the attention weights in attention. W is a number of windows in chapters 2
 # and 9 and a matrix elsewhere. P is the position table in card 25 and probabilities in card 17. k
-# is the stride in cards 7 and 8, the name of a parameter in cards 51 and 53, and elsewhere an
-# index. β is the offset of LayerNorm, β1 and β2 are rates of the optimizer. ε is a small positive
-# number. c, e and s are explained where they occur. And `dh` is a width, the only name with a d in
-# front that is not a derivative.
+# is the stride in cards 7 and 8, the name of a parameter in cards 51 and 53, how many tokens are
+# kept in card 58, and elsewhere an index. x is a window of ids, in cards 15 and 16 a row of scores.
+# n is a count. At the default sizes B, T and dh happen to be equal; the letters tell them apart. β
+# is the offset of LayerNorm, β1 and β2 are rates of the optimizer. ε is a small positive number. c,
+# e and s are explained where they occur. And `dh` is a width, the only name with a d in front that
+# is not a derivative.
 #
 # ## The configuration
 #
@@ -180,13 +188,14 @@ def block_params(params, l):
 #
 # One tiny model goes through the whole book: the text below, windows of T = 3 tokens, width d = 4,
 # H = 2 heads, F = 6, one block, and parameters with one decimal, so that a pocket calculator is
-# enough. The sizes differ on purpose, so that a swapped axis shows. `example(card)` builds what the
-# demo of `card` starts from, with the functions of earlier cards only. Three things come early or
-# from outside: X0, the input of chapter 3, which card 26 explains; X1 and Xn2 in cards 39 and 40,
-# which card 41 explains; and the gradient dY, which is made up. Demos that need other numbers bring
-# their own. What is printed is rounded, while the computation goes on with all digits, so the last
-# digit may differ by one or two when you redo a step with the printed numbers. The demos of whole
-# passes, cards 46 to 55, show results that would take an evening by hand.
+# enough. The sizes differ, all but H and dh, so that a swapped axis shows. `example(card)` builds
+# what the demo of `card` starts from, with the functions of earlier cards only. Three things come
+# early or from outside: X0, the input of chapter 3, which card 26 explains; X1 and Xn2 in cards 39
+# and 40, which card 41 explains; and the gradient dY, which is made up. Demos that need other
+# numbers bring their own. What is printed is rounded, while the computation goes on with all
+# digits, so the last digit may differ by one or two when you redo a step with the printed numbers.
+# Where a demo runs the whole model, as in cards 46, 49, 53, 55 and 61, its results would take an
+# evening by hand.
 #
 # `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
 # file runs as a program, the command line decides (see 'The program' at the end).
@@ -345,18 +354,12 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # on the order of a dict. And a pair must occur at least twice: joining a pair that occurs once
 # saves a single token and costs one in the vocabulary. So there may be fewer merges than asked for.
 #
-# Counting everything anew for each merge is the plain way to carry out 2.1, and slow. A merge
-# changes only the pairs around the places where it happens: where a* and b* are joined, the pairs
-# with the left neighbour, with the right neighbour and (a*, b*) itself go, and the joined token
-# makes new pairs with both neighbours. So `f` is counted once, and after that the old terms are
-# taken out of the sum and the new ones put in. All other terms stay as they were. `change` collects
-# the terms of one merge. `places` remembers which pre-tokens hold a pair, or held it once; to visit
-# one in vain does no harm.
-#
-# The maximum is found with a heap, a list that hands out its smallest entry cheaply. Its entries
-# are (-f, pair): the smallest is the most frequent pair, and among equals the smallest pair, just
-# the tie rule. An entry is not removed when its count changes; the new count is added beside it,
-# and an entry whose count is out of date is dropped when it comes up.
+# The rest of the code is for speed. A merge changes only the pairs around the places where it
+# happens, so `f` is counted once, and after that the old terms are taken out of the sum of 2.1 and
+# the new ones put in; `change` collects them. `places` remembers which pre-tokens hold a pair, or
+# held it once. The maximum comes from a heap, a list that hands out its smallest entry cheaply:
+# among entries (-f, pair) that is the most frequent pair, and among equals the smallest pair. When
+# a count changes, the new one is added, and the old entry is dropped when it comes up.
 #
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
@@ -629,21 +632,20 @@ if __name__ == "__main__": demo(demo_encode_decode)
 # %% [markdown]
 # ### Exercises of chapter 1
 #
-# - **1a.** Learn the merges of the text `low low lower` by hand: count the pairs, join the best
+# - **1a.** Learn all merges of the text `low low lower` by hand: count the pairs, join the best
 #   one, count again. Mind the blank in front of a pre-token and the rule for ties.
 #
 # - **1b.** Let pairs that occur only once be joined too: in `learn_merges` write `-count < 1` for
 #   `-count < 2` and `f[pair] > 0` for `f[pair] > 1`. Which golden files change?
 #
-# - **1c.** Take ` ?` away in front of the letters in `PRE_TOKEN`. Is any text decoded to something
-#   else than before? How many ids has the running example now?
+# - **1c.** Take ` ?` away in front of the letters in `PRE_TOKEN`. Does any text come back changed
+#   from encoding and decoding? How many ids is the text of the running example now?
 
 # %% [markdown]
 # ## Chapter 2. Data
 #
-# The text is now one long stream of ids. This chapter cuts it into the exercises from which the
-# network learns: short windows, each with the answers beside it, handed out in small shuffled
-# groups.
+# The text is now one long stream of ids. This chapter cuts it into the tasks from which the network
+# learns: short windows, each with the answers beside it, handed out in small shuffled groups.
 
 # %% [markdown]
 # ### 6. The split
@@ -655,7 +657,7 @@ if __name__ == "__main__": demo(demo_encode_decode)
 #     cut = ⌊(1 - ρ) N⌋                                                                   (6.1)
 #
 # The first `cut` ids are for training, the rest for validation. The bars round down. A computer
-# does not hold 0.1 exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth before
+# does not hold 0.9 exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth before
 # rounding down lets such a product count as the whole number it stands for.
 #
 # Shapes: ids (N,) -> train_ids (cut,), val_ids (N - cut,)
@@ -690,7 +692,7 @@ if __name__ == "__main__": demo(demo_split)
 #
 # The network reads T tokens at a time and must say, at each of the T places, which token comes
 # next. So it is given a window x of T ids, and the answers, called targets, are the same ids moved
-# by one place, y. One window holds T exercises: predict the second token from the first, the third
+# by one place, y. One window holds T tasks: predict the second token from the first, the third
 # from the first two, and so on.
 #
 #     s ∈ {0, k, 2k, ...},  s < N - T                                                     (7.1)
@@ -790,7 +792,8 @@ if __name__ == "__main__": demo(demo_window_count)
 #
 # The last batch may be smaller; dropping it would waste windows, and with fewer than B windows
 # nothing would be left. Inputs and answers must be shuffled alike, so one order serves both. The
-# order comes from sorting random numbers, the plainest thing that a seeded generator gives.
+# order comes from sorting random numbers. The generator starts from a number called its seed, and
+# the same seed always gives the same numbers.
 #
 # Shapes: x (W, T), y (W, T) -> xb (B, T), yb (B, T), again and again
 
@@ -1349,8 +1352,8 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 #
 # A loss of 2.3 says little by itself. Its exponential does: a model that guesses evenly among n
 # tokens has the loss log n, so exp(loss) is the number of tokens among which the model is, on
-# average, torn. That number is called perplexity. Before training it is somewhat above V, since
-# random weights guess a little worse than evenly; then it falls.
+# average, torn. That number is called perplexity. Before training it is near V, mostly somewhat
+# above, since random weights guess a little worse than evenly; then it falls.
 #
 #     perplexity = exp(loss)                                                             (19.1)
 #
@@ -1657,7 +1660,8 @@ if __name__ == "__main__": demo(demo_xavier)
 # - **3b.** Leave the maximum out of 15.1. Which golden files change, and why no others?
 #
 # - **3c.** Write GELU as a new card. GPT-2 uses gelu(x) = x/2 · (1 + tanh u) with u = √(2/π) (x +
-#   0.044715 x³). Derive its backward pass, then write both functions.
+#   0.044715 x³). Derive its backward pass, then write both functions. (The slope of tanh u is 1 -
+#   tanh² u.)
 
 # %% [markdown]
 # ## Chapter 4. Embeddings
@@ -1796,7 +1800,8 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # old row twice, adds once to each copy and writes one over the other: a contribution is lost. They
 # must all be added. So the positions are sorted by their id. Then those of one token stand side by
 # side, each run of them begins where the sorted ids change, and `np.add.reduceat` adds up the rows
-# of each run: that is the sum of 27.2. The sort is stable, so the order of the sum is fixed.
+# of each run: that is the sum of 27.2. The sort is stable, which means that equal ids keep
+# their order, so the order of the sum is fixed.
 #
 # `prepend=-1` lets the first id begin a run too.
 #
@@ -2056,11 +2061,9 @@ if __name__ == "__main__": demo(demo_scores)
 #
 #     S = Qh Khᵀ / √dh                                                                   (32.1)
 #
-# It is the root of dh, the width of a head, not of d. Training runs in float32, numbers of 4 bytes
-# with about 7 digits. `math.sqrt` gives a Python float, which leaves a float32 array in float32;
-# the float64 number that np.sqrt gives would turn it into float64 from NumPy 2 on. The code divides
-# Qh, not the product: each score is a sum of products with one entry of Qh each, so the factor may
-# be taken out, and Qh is the smaller array.
+# It is the root of dh, the width of a head, not of d. The code divides Qh, not the product: each
+# score is a sum of products with one entry of Qh each, and Qh is the smaller array. `math.sqrt`
+# gives a Python float, which leaves a float32 array in float32; np.sqrt would not.
 #
 # Shapes at the default sizes:
 #
@@ -2303,8 +2306,9 @@ if __name__ == "__main__": demo(demo_output_projection)
 # split, the three projections. Arrays of all heads are worked on at once, and every transpose swaps
 # the last two axes.
 #
-# The output projection is a linear layer with input O (12.2 to 12.4). Its input gradient belongs to
-# the merged heads, so it is split as the heads were:
+# The output projection is a linear layer with input O (12.2 to 12.4). Merging only moves numbers to
+# other places, so on the way back the gradients are moved back: the backward of merge is split, and
+# that of split is merge.
 #
 #     dWo = Oᵀ dOut                                                                      (38.1)
 #     dbo = 1ᵀ dOut                                                                      (38.2)
@@ -2316,8 +2320,13 @@ if __name__ == "__main__": demo(demo_output_projection)
 #     dVh = Aᵀ dOh                                                                       (38.4)
 #     dA = dOh Vhᵀ                                                                       (38.5)
 #
-# The softmax is 16.2 on each row of scores. The mask needs no step of its own: where A is 0, the
-# factor A in front makes the gradient 0.
+# In words: row j of dVh is Σ_(i≥j) A_ij (dOh)_i. A value collects from every position that looked
+# at it, as much as it was looked at; so a mistake late in the window teaches early tokens. dA_ij is
+# the dot product of (dOh)_i and (Vh)_j: how the loss would change if i looked more at j.
+#
+# The softmax is 16.2 on each row of scores. dA has numbers above the diagonal too, as if i might
+# look at later keys. The mask needs no step of its own: where A is 0, the factor A in front makes
+# the gradient 0.
 #
 #     dS_ij = A_ij (dA_ij - Σ_k A_ik dA_ik)                                              (38.6)
 #     A_ij = 0  ⇒  dS_ij = 0                                                           † (38.7)
@@ -2331,11 +2340,16 @@ if __name__ == "__main__": demo(demo_output_projection)
 #     dKh = dSᵀ Qh / √dh                                                                 (38.9)
 #     dQ, dK, dV = merge(dQh), merge(dKh), merge(dVh)                                    (38.10)
 #
-# The three projections are linear layers with one common input; n stands for q, k, v, and dM_q is
-# dQ and so on. Xn was used three times, so three gradients add up:
+# In words: row i of dQh is a mixture of keys, row j of dKh a mixture of queries, both with the
+# numbers of dS. Since each row of dS sums to 0, a query is moved towards some keys and away from
+# others. Position 0 can only look at itself, with weight 1 whatever it asks, so its query gets no
+# gradient. Its key and its value do: all later positions may look at them.
 #
-#     dW_n = Xnᵀ dM_n,  n ∈ {q, k, v}                                                    (38.11)
-#     db_n = 1ᵀ dM_n,  n ∈ {q, k, v}                                                     (38.12)
+# The three projections are linear layers with one common input; r stands for q, k, v, and dM_q is
+# dQ and so on. Xn is used three times, so three gradients add up:
+#
+#     dW_r = Xnᵀ dM_r,  r ∈ {q, k, v}                                                    (38.11)
+#     db_r = 1ᵀ dM_r,  r ∈ {q, k, v}                                                     (38.12)
 #     dXn = dQ Wqᵀ + dK Wkᵀ + dV Wvᵀ                                                     (38.13)
 #
 # One of these gradients is always zero. In each head, the key bias adds the same number to all
@@ -2386,15 +2400,20 @@ def demo_attention_backward():
     dA = dOh @ e.Vh[0].T
     dS = softmax_backward(e.A[0], dA)
     dQh, dKh, dVh = dS @ e.Kh[0] / math.sqrt(2), dS.T @ e.Qh[0] / math.sqrt(2), e.A[0].T @ dOh
-    print("head 0 (dOut as in demo 40; Qh, Kh, A, Vh, wo: demos 30, 34, 35, 37):")
+    print("dOut as in demo 40; Xn and the w: 28, 37; Qh: 30, Kh: 31, A: 34, Vh: 35; head 0:")
     show("dOh", dOh)
     show("dA", dA)
     show("dS", dS)
-    (a, b, _), (da, db, _) = e.A[0, 1], dA[1]
-    print(f"dS_10 = {a:.4f} ({da:z.4f} - ({a:.4f} * {da:z.4f} + {b:.4f} * {db:z.4f}))"
-          f" = {dS[1, 0]:z.4f}")
     print("two columns each of dQh, dKh and dVh:")
     show("", np.hstack([dQh, dKh, dVh]))
+    sum_of = lambda a, b: " + ".join(f"({number(x, 4)})({number(y, 4)})" for x, y in zip(a, b))
+    (a, b, _), (da, db, _) = e.A[0, 1], dA[1]
+    print(f"dVh_00 = {sum_of(e.A[0, :, 0], dOh[:, 0])} = {number(dVh[0, 0], 4)}")
+    print(f"dA_10  = {sum_of(dOh[1], e.Vh[0, 0])} = {number(dA[1, 0], 4)}")
+    print(f"dS_10  = {a:.4f} ({da:z.4f} - ({a:.4f} * {da:z.4f} + {b:.4f} * {db:z.4f}))"
+          f" = {dS[1, 0]:z.4f}")
+    print(f"dQh_10 = ({sum_of(dS[1, :2], e.Kh[0, :2, 0])}) / √2 = {number(dQh[1, 0], 4)}")
+    print(f"dKh_00 = ({sum_of(dS[1:, 0], e.Qh[0, 1:, 0])}) / √2 = {number(dKh[0, 0], 4)}")
     print("from both heads: row 0 of each dW, then dbk and all of dXn:")
     for name in "qkvo":
         show(f"dw{name}", grads[f"w{name}"][0])
@@ -2416,7 +2435,8 @@ if __name__ == "__main__": demo(demo_attention_backward)
 # - **5b.** Make the mask strict, j < i: write 0 for the 1 at the end of the line in `later_keys`.
 #   What does position 0 now attend to?
 #
-# - **5c.** How many parameters has a model with 1, 2 or 4 heads, all else being equal?
+# - **5c.** From the demos of cards 31 to 38, work out dS_20 and dKh_10 of head 0. Why is row 0 of
+#   dQh zero, and row 0 of dKh not?
 
 # %% [markdown]
 # ## Chapter 6. Transformer
@@ -2601,7 +2621,8 @@ if __name__ == "__main__": demo(demo_block)
 #
 # Second, an array that is used twice gets two gradients, which add up. X1 goes straight into Y and
 # also through the branch, LN2 and then FFN. Read X1, the branch's output Ff(X1) and dY as one long
-# row of numbers each, and ∂Ff/∂X1 as the matrix of all derivatives:
+# row of numbers each, and ∂Ff/∂X1 as the matrix of all derivatives, with a row for each entry of Ff
+# and a column for each entry of X1:
 #
 #     Y = X1 + Ff(X1)  ⇒  dX1 = dY (I + ∂Ff/∂X1) = dY + dY ∂Ff/∂X1                     † (42.8)
 #
@@ -2635,9 +2656,10 @@ def demo_residual_backward():
     dXn2, _ = ffn_backward(e.dY, cache["ffn"], e.block)
     dX1_branch, _, _ = layer_norm_backward(dXn2, cache["ln2"])
     show("dY", e.dY)
-    print("(X, X1, Xn2 and the gains stand in the demo of card 41)")
+    print("(X, X1, Xn2, ln2_g: demo 41; ln1_g: demo 20; dXn2 is dXn of demo 40)")
     show("dX1_branch", dX1_branch)
     show("dX1", e.dY + dX1_branch)
+    show("dXn", attention_backward(e.dY + dX1_branch, cache["attention"], e.block)[0])
     show("dX_branch", dX - e.dY - dX1_branch)
     show("dX", dX)
     for name in ("ln1_g", "ln1_b", "ln2_g", "ln2_b"):
@@ -2738,9 +2760,9 @@ if __name__ == "__main__": demo(demo_parameter_count)
 # %% [markdown]
 # ### 45. Whole model, forward
 #
-# Tables, blocks, one more LayerNorm, head. The last LayerNorm is needed because the residual sum
-# was never normalised itself. The head, a linear layer, gives one logit for each token of the
-# vocabulary.
+# Tables, blocks, one more LayerNorm, head. The last LayerNorm is needed because the sum
+# along the residual path was never normalised itself. The head gives one logit for each token of
+# the vocabulary. It is a linear layer, and has nothing to do with the heads of attention.
 #
 #     T ≤ Tmax                                                                           (45.1)
 #     X(l+1) = Block_l(X(l)),  l = 0, ..., L-1                                           (45.2)
@@ -2811,7 +2833,7 @@ if __name__ == "__main__": demo(demo_model_forward)
 #
 # The forward order turned round: head, last LayerNorm, blocks from last to first, tables. Each step
 # takes the gradient of its output and returns that of its input. dlogits, where it all begins, is
-# 18.2. 'Head' is the last linear layer here and has nothing to do with attention heads.
+# 18.2.
 #
 #     dXf, dWhead, dbhead = Head_back(dlogits)                                           (46.1)
 #     dX(L), dγf, dβf = LNf_back(dXf)                                                    (46.2)
@@ -3037,15 +3059,16 @@ if __name__ == "__main__": demo(demo_check_params)
 # - **7a.** Forget the sum in 38.6: write `dS = A * dA`. Which arrays does
 #   `python tinygpt.py gradcheck` call wrong, and which not? Why is bk among them now?
 #
-# - **7b.** Run the check of card 49 with float32 parameters. The backward pass is right, and yet
-#   most arrays fail. Why?
+# - **7b.** Run the check of card 49 with float32 parameters:
+#   `{name: W.astype(np.float32) for name, W in e.params.items()}` in place of `e.params`. The
+#   backward pass is right, and yet the check fails. Why?
 
 # %% [markdown]
 # ## Chapter 8. Optimizer
 #
 # The gradient says in which direction the loss rises. To lower it, each parameter takes a small
 # step the other way, again and again. How large a step is the question of this chapter. From here
-# on, t counts steps, starting from 1.
+# to the end of the chapter, t counts steps, starting from 1.
 
 # %% [markdown]
 # ### 50. AdamW update
@@ -3064,7 +3087,8 @@ if __name__ == "__main__": demo(demo_check_params)
 #     v_t = β2 v_(t-1) + (1 - β2) g_t²                                                   (50.2)
 #
 # Both start at 0 and are too small at first. Put 50.1 into itself: m_t is the sum over s = 1, ...,
-# t of (1 - β1) β1^(t-s) g_s. These weights are a geometric series and add up to 1 - β1^t, not to 1.
+# t of (1 - β1) β1^(t-s) g_s. Written out, (1 - β1)(1 + β1 + β1² + ... + β1^(t-1)) is 1 - β1^t,
+# since all but the first and the last product cancel: so much do the weights add up to, and not 1.
 # Dividing by that makes m a proper mean, and likewise for v.
 #
 #     mhat_t = m_t / (1 - β1^t)                                                          (50.3)
@@ -3091,12 +3115,10 @@ if __name__ == "__main__": demo(demo_check_params)
 # Put 50.6 into 50.7 and sort by w: w_t = (1 - η_t λ) w_(t-1) - η_t u_t, with the u of 50.5. That is
 # how the code does it. First a matrix shrinks by the factor 1 - η_t λ, then it takes its step.
 #
-# Up to 50.5 the rule treats each number alone. So all arrays are laid end to end in one long
-# vector, and each line, written once, serves the whole model, with one NumPy call where there would
-# be one for each array. η goes into the line of 50.3, which saves a pass over the vector. `pieces`
-# are views into the long vector of steps η u, one for each name, in the shape of its array. A long
-# vector is worked through in stretches short enough to stay in the fast memory of the processor.
-# The arrays in `params` are changed themselves, not replaced.
+# For speed all arrays are laid end to end in one long vector, which is worked through in stretches
+# that fit into the fast memory of the processor, and η goes into the line of 50.3. `pieces` are
+# views into the vector of steps η u: each shows a part of it in the shape of one array. The arrays
+# in `params` are changed themselves, not replaced.
 #
 # Shapes at the default sizes; head_w decays and head_b does not:
 #
@@ -3153,7 +3175,7 @@ def demo_adamw():
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
     opt = AdamW(params, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.2)
     print("η = 0.01, β1 = 0.9, β2 = 0.99, λ = 0.2; a matrix and a bias, both 2 at first")
-    print(" t     g        m         v    mhat     vhat  (50.5)    matrix      bias")
+    print(" t     g        m         v    mhat     vhat       u    matrix      bias")
     for g in (0.3, -0.1, 0.2):
         opt.step(params, {"matrix": np.array([[g]]), "bias": np.array([g])}, lr=0.01)
         m, v = opt.m["bias"].item(), opt.v["bias"].item()
@@ -3288,7 +3310,7 @@ if __name__ == "__main__": demo(demo_schedule)
 #
 # - **8a.** A number has the gradient g at the first step. How far does it move, with η = 0.01, no
 #   decay, a tiny ε, β1 = 0.9 and β2 = 0.99? How far without 50.3 and 50.4, that is with m and v in
-#   place of mhat and vhat? And with β2 = 0.999?
+#   place of mhat and vhat? How far without them if β2 = 0.999?
 #
 # - **8b.** Forget the 1/T of 18.2: put 1 for `1 / n` in both lines. Which golden files change? The
 #   text that card 61 writes is the same. Why is that no comfort?
@@ -3296,7 +3318,7 @@ if __name__ == "__main__": demo(demo_schedule)
 # %% [markdown]
 # ## Chapter 9. Training
 #
-# All parts are there: exercises, loss, gradients, an optimizer. Training is a loop over them. This
+# All parts are there: tasks, loss, gradients, an optimizer. Training is a loop over them. This
 # chapter has its three pieces of arithmetic; the loop itself is `train` in 'The program'.
 
 # %% [markdown]
@@ -3463,7 +3485,7 @@ if __name__ == "__main__": demo(demo_validation_loss)
 #   did each window get?
 #
 # - **9b.** 1,000 windows, batches of 16, 3 epochs: how many steps, and how many windows has the
-#   last batch of an epoch? Does one of them count as much as any other?
+#   last batch of an epoch? Does a window of the last batch count as much as any other?
 
 # %% [markdown]
 # ## Chapter 10. Generation
@@ -3514,9 +3536,10 @@ if __name__ == "__main__": demo(demo_greedy)
 #     p = softmax(z / τ)                                                                 (57.1)
 #
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
-# shrink, and τ = 1 leaves the model's own probabilities. Dividing probabilities would do nothing:
-# the division would cancel when they are made to sum to 1. The code subtracts the maximum before it
-# divides, which changes nothing (see 15.3). Then even the smallest τ gives at most -∞, which
+# shrink, and τ = 1 leaves the model's own probabilities. Since e^(z/τ) is e^z to the power 1/τ,
+# each probability is raised to the power 1/τ, and then all are scaled to sum to 1. Dividing
+# probabilities would do nothing: the division would cancel. The code subtracts the maximum before
+# it divides, which changes nothing (see 15.3). Then even the smallest τ gives -∞ at worst, which
 # softmax takes as probability 0.
 #
 # Shapes:  z (V,) gives p (V,).
@@ -3788,26 +3811,24 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # %% [markdown]
 # ## Answers
 #
-# To carry out an exercise, change the line, play the demos it concerns, and run `make test`: each
-# golden file that differs is shown with its difference. Then undo the change. Of an equation only
-# the line of code is changed, unless the exercise says more; its backward pass stays as it is. The
-# numbers of golden files are those of their cards; `golden/training.txt` changes too wherever a
-# training run does.
+# Only the line that an exercise names is changed; its backward pass stays as it is. Golden files
+# are named by the numbers of their cards; `golden/training.txt` changes with whatever training or
+# its text depends on.
 #
 # - **1a.** The pre-tokens are `low`, ` low` and ` lower`, each once. At first (l, o) and (o, w)
 #   occur 3 times, (blank, l) twice, the others once. The smallest of the two best is (l, o). Then
 #   (lo, w) occurs 3 times, and then (blank, low) twice. The merges make lo, low and ` low`. After
 #   that every pair occurs once, and learning stops.
 #
-# - **1b.** Golden files that change: 3. There the two short texts now go on until each pre-token is
-#   one token. The running example asks for few merges, and has enough pairs that occur more often.
-#   With more merges than a text supports, this change would fill the vocabulary with whole words
-#   that are seen once.
+# - **1b.** Golden files that change: 3. There the two short texts now get all three merges they ask
+#   for: `abcdef` becomes abcd, e, f, and `xabyab` becomes x, abyab. The running example asks for
+#   few merges, and has enough pairs that occur more often. With more merges than a text supports,
+#   this change would fill the vocabulary with whole words that are seen once.
 #
 # - **1c.** No. A blank is now matched by `\s+` and is a pre-token of its own; each character still
-#   lands in exactly one piece. The running example has 23 ids, where it had 22, since the
-#   vocabulary could no longer join a blank to the word behind it. On longer texts the difference is
-#   larger: nearly every word costs an id more.
+#   lands in exactly one piece. The merges are now he, se, es, and no blank can be joined to the
+#   word behind it: the text has 23 ids, where it had 22. On longer texts the difference is larger:
+#   nearly every word costs an id more.
 #
 # - **2a.** By 8.1, ⌈(1,000 - 16) / 4⌉ = 246 windows and ⌈984 / 16⌉ = 62. The last windows start at
 #   980 and 976, so the last targets are ids[996] and ids[992]. The first id is never a target: 996
@@ -3815,31 +3836,31 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **2b.** Golden files that change: 7, 9, 17, 45, 46, 49 to 51, 53, 55, 56, 61. In card 61 the
 #   training loss falls to 0.01 within 60 steps, where it was 0.30. The model has learned to copy:
-#   it gives `he` after `he`, without end. A loss that falls faster than it should is a reason to
-#   look at the data.
+#   after each token it gives that token again. A loss that falls faster than it should is a reason
+#   to look at the data.
 #
 # - **3a.** Golden files that change: 12, 40, 46, 49 to 51, 53. The gradient check calls wrong the
 #   biases of all linear layers: bq, bv, bo, ff1_b and ff2_b of each block, and head_b. Those of
 #   LayerNorm are right, since `layer_norm_backward` forms its own sums. And bk is right because its
 #   gradient is 0, by 38.14, and so is the mean of what adds up to 0.
 #
-# - **3b.** Golden files that change: 15. Only that demo has scores that are large: e^1000 overflows
+# - **3b.** Golden files that change: 15. Only that demo has large positive scores: e^1000 overflows
 #   to ∞, and ∞/∞ is no number. The scores of attention in the other demos are small, and for them
 #   both forms agree in all digits shown. Such a fault sleeps until a model is trained long enough
 #   to have large scores.
 #
-# - **3c.** Write t for tanh u. By the product rule the slope of x/2 · (1 + t) is (1 + t)/2 + x/2 ·
-#   t'. The slope of tanh is 1 - tanh², so by the chain rule t' = (1 - t²) u', with u' = √(2/π) (1 +
-#   3 · 0.044715 x²). Each entry touches only itself, as in 14.2. In code:
+# - **3c.** Write a for tanh u. By the product rule the slope of x/2 · (1 + a) is (1 + a)/2 + x/2 ·
+#   a', and by the chain rule a' = (1 - a²) u', with u' = √(2/π) (1 + 3 · 0.044715 x²). Each entry
+#   touches only itself, as in 14.2. In code:
 #
 #       def gelu_forward(Z):
-#           t = np.tanh(math.sqrt(2 / math.pi) * (Z + 0.044715 * Z ** 3))
-#           return Z / 2 * (1 + t)
+#           a = np.tanh(math.sqrt(2 / math.pi) * (Z + 0.044715 * Z ** 3))
+#           return Z / 2 * (1 + a)
 #
 #       def gelu_backward(dA, Z):
-#           t = np.tanh(math.sqrt(2 / math.pi) * (Z + 0.044715 * Z ** 3))
+#           a = np.tanh(math.sqrt(2 / math.pi) * (Z + 0.044715 * Z ** 3))
 #           du = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * Z ** 2)
-#           return dA * ((1 + t) / 2 + Z / 2 * (1 - t * t) * du)
+#           return dA * ((1 + a) / 2 + Z / 2 * (1 - a * a) * du)
 #
 #   Put in place of `relu_forward` and `relu_backward` in cards 39 and 40, they pass the gradient
 #   check.
@@ -3856,16 +3877,22 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **5a.** Golden files that change: 32 to 42, 45, 46, 49 to 51, 53, 55, 56, 61. These are the
 #   cards that use the weights of attention, or what was made with them. The gradient check calls
-#   wrong wq, bq, wk and whatever lies before the scores; in the last block, wv, wo and the
-#   feed-forward layer are right. Drop the division from 38.8 and 38.9 too, and all arrays are right
-#   again: the model without the scaling is another model, with a gradient of its own.
+#   wrong what lies before the scores: wq, bq and wk, ln1_g and ln1_b, all earlier blocks and both
+#   tables. Right are bk, whose gradient is 0 in any case, and what comes after the scores in the
+#   last block: wv, bv, wo, bo, ln2_g, ln2_b, the feed-forward layer, the last LayerNorm and the
+#   head. Drop the division from 38.8 and 38.9 too, and all arrays are right again: the model
+#   without the scaling is another model, with a gradient of its own.
 #
 # - **5b.** To nothing. All its scores are -∞, the largest is -∞ too, and -∞ minus -∞ is no number:
-#   the row is nan, and by way of the values so is everything behind it. Golden files that change:
-#   33 to 42, 45, 46, 49 to 51, 53, 55, 56, 61. This is why the diagonal stays.
+#   row 0 of A is nan. In the next block its value is nan too, and as 0 · nan is nan, all rows are.
+#   The loss is nan, and so is every gradient. Golden files that change: 33 to 42, 45, 46, 49 to 51,
+#   53, 55, 56, 61. The demo of card 61 stops with an error. This is why the diagonal stays.
 #
-# - **5c.** The same number. The matrices of attention are d × d whatever H is; the heads only share
-#   out their columns, as 29.1 has it.
+# - **5c.** The average of row 2 of dA under row 2 of A is 0.4036 · 0.9117 + 0.3194 · 0.3306 +
+#   0.2770 · 0.1104 = 0.5042, so dS_20 = 0.4036 (0.9117 - 0.5042) = 0.1645. Key 1 is asked by the
+#   queries 1 and 2, with 0.1123 and -0.0554 in column 1 of dS: dKh_10 = (0.1123 · (-0.3509) +
+#   (-0.0554) · 0.5083) / √2 = -0.0478. Query 0 sees one key only, whose weight is 1 in any case:
+#   row 0 of dS is zero. Key 0 is seen by the later positions, and column 0 of dS is not.
 #
 # - **6a.** Golden files that change: 41, 42, 45, 46, 49 to 51, 53, 55, 56, 61. Wrong are tok_emb,
 #   pos_emb and all that block 0 has but bk. 42.6 still adds dX1 to dX, though X no longer reaches
@@ -3885,11 +3912,11 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   vanish in 38.14.
 #
 # - **7b.** A float32 number has about 7 digits, so a loss of about 2 has an error near 1e-7. 47.1
-#   divides it by 2h = 2e-5, which makes an error near 0.005, larger than many of the slopes. The
-#   measured slope is wrong there, not the gradient.
+#   divides it by 2h = 2e-5, which makes an error near 0.005, larger than many of the slopes.
+#   Besides, W + h itself is rounded. The measured slope is wrong, not the gradient.
 #
 # - **8a.** With the corrections mhat = g and vhat = g², so u is g/|g| and the number moves by 0.01,
-#   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to be the
+#   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to give the
 #   same step. For β2 = 0.999, √v = 0.0316 |g|: the first step is 3.16 times as long.
 #
 # - **8b.** Golden files that change: 18, 46, 49 to 51, 53. All gradients are too large by a factor,

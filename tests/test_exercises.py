@@ -132,12 +132,19 @@ def test_1a_three_merges_by_hand():
     assert t.train_bpe_on_text("low low lower", 9) == [("l", "o"), ("lo", "w"), (" ", "low")]
 
 
+def test_1b_pairs_that_occur_once():
+    for text in ("abcdef", "xabyab"):
+        merges = altered("1b").train_bpe_on_text(text, 3)
+        assert f"`{text}` becomes {', '.join(t.apply_merges(text, merges))}" in ANSWER["1b"]
+
+
 def test_1c_the_blank_as_a_pre_token():
     module, e = altered("1c"), t.example(5)
     tokenizer = module.build_tokenizer(e.text, e.n_merges)
     assert tokenizer.decode(tokenizer.encode(e.text)) == e.text
     before = len(t.build_tokenizer(e.text, e.n_merges).encode(e.text))
     assert f"has {len(tokenizer.encode(e.text))} ids, where it had {before}" in ANSWER["1c"]
+    assert f"merges are now {', '.join(a + b for a, b in tokenizer.merges)}," in ANSWER["1c"]
 
 
 def test_2a_windows_and_targets():
@@ -205,10 +212,19 @@ def test_5b_position_0_attends_to_nothing():
     assert np.isnan(A[:, 0]).all() and np.isfinite(A[:, 1:]).all()
 
 
-def test_5c_heads_cost_no_parameters():
-    counts = {t.count_params(t.init_params(t.ModelConfig(9, 4, 4, 8, heads, 16, 2),
-                                           np.random.default_rng(0))) for heads in (1, 2, 4)}
-    assert len(counts) == 1
+def test_5c_two_gradients_by_hand():
+    e = t.example(38)
+    A, Q = e.A[0], e.Qh[0]
+    dA = t.split_heads(e.dY @ e.block["wo"].T, 2)[0] @ e.Vh[0].T
+    dS = t.softmax_backward(A, dA)
+    average = (A[2] * dA[2]).sum()
+    products = " + ".join(f"{a:.4f} · {b:.4f}" for a, b in zip(A[2], dA[2]))
+    assert f"{products} = {average:.4f}" in ANSWER["5c"]
+    assert f"{A[2, 0]:.4f} ({dA[2, 0]:.4f} - {average:.4f}) = {dS[2, 0]:.4f}" in ANSWER["5c"]
+    dK = (dS[:, 1] * Q[:, 0]).sum() / math.sqrt(2)
+    assert (f"({dS[1, 1]:.4f} · ({Q[1, 0]:.4f}) + ({dS[2, 1]:.4f}) · {Q[2, 0]:.4f}) / √2 = {dK:.4f}"
+            in ANSWER["5c"])
+    assert not dS[0].any() and dS[1:, 0].all()
 
 
 def test_6a_without_the_residual_connection():
@@ -244,7 +260,7 @@ def test_7b_a_check_in_float32_fails():
     e = t.example(49)
     params = {name: W.astype(np.float32) for name, W in e.params.items()}
     worst = t.check_params(params, e.x, e.y, e.config, np.random.default_rng(0), 20)
-    assert sum(error > 1e-4 for error in worst.values()) > len(worst) / 2
+    assert min(worst.values()) > 1e-4
 
 
 @pytest.mark.parametrize("beta2, corrected, plain", [(0.99, 0.01, 0.01), (0.999, 0.01, 0.0316)])
