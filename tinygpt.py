@@ -7,7 +7,12 @@
     python tinygpt.py generate     let the trained model write
     python tinygpt.py demo         the 61 worked examples of the book
 """
+import signal
+if __name__ == "__main__" and "get_ipython" not in globals() \
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C just ends the program, until main runs
 import argparse
+import atexit
 import codecs
 import contextlib
 import ctypes
@@ -21,8 +26,6 @@ import multiprocessing
 import os
 import re
 import shlex
-import shutil
-import signal
 import sys
 import time
 import zipfile
@@ -40,8 +43,6 @@ if sys.version_info < (3, 11):
     raise SystemExit(2)
 try:
     import numpy as np
-except KeyboardInterrupt:
-    raise SystemExit(130) from None
 except ModuleNotFoundError:
     print("tinygpt needs numpy: run 'python -m pip install numpy', or 'make train' and then "
           ".venv/bin/python in place of python", file=sys.stderr)
@@ -391,7 +392,7 @@ def learn_merges(word_counts, n_merges):
             break
         merges.append(best)
         (a, b), ab, change = best, best[0] + best[1], defaultdict(int)
-        for w in places.pop(best):
+        for w in dict.fromkeys(places.pop(best)):
             (tokens, n), i = words[w], 0
             while i < len(tokens) - 1:
                 if tokens[i] == a and tokens[i + 1] == b:
@@ -4026,7 +4027,9 @@ class SecondProcess:
                 at += W.nbytes
         context = multiprocessing.get_context("fork")
         self.pipe, other = context.Pipe()
-        context.Process(target=self.serve, args=(other,), daemon=True).start()
+        process = context.Process(target=self.serve, args=(other,), daemon=True)
+        process.start()
+        atexit.register(process.kill)               # even where it was stopped
         other.close()
         self.layout = layout
 
@@ -4113,9 +4116,9 @@ class Checkpoint:
     val_loss: float | None = None
 
 
-def save_checkpoint(path, checkpoint):
+def save_checkpoint(path, checkpoint, follow=True):
     """Write a checkpoint to path, exactly that name, in one move; OSError where that fails."""
-    path = Path(path).resolve()                     # a link stays a link
+    path = Path(path).resolve() if follow else Path(path)       # a link stays a link, or goes
     about = {"format": FORMAT, "config": asdict(checkpoint.config),
              "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges,
              "settings": checkpoint.settings, "step": checkpoint.step,
@@ -4147,7 +4150,8 @@ def load_checkpoint(path):
         data = Path(path).read_bytes()
     except FileNotFoundError:
         raise ValueError(f"there is no model at {path}: train one first, "
-                         f"with 'python tinygpt.py train --out {path}'") from None
+                         f"with 'python tinygpt.py train --out {shlex.quote(f'{path}')}'"
+                         ) from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     try:
@@ -4158,14 +4162,16 @@ def load_checkpoint(path):
             config = ModelConfig(**about["config"])
             if config.layers * len(BLOCK) > len(archive.files):
                 raise ValueError("it lacks arrays of its blocks")
-            np.random.PCG64().state = about["batch_rng"] or np.random.PCG64().state
-            if not isinstance(about["settings"], dict):
+            if about["step"] or about["batch_rng"]:
+                np.random.PCG64().state = about["batch_rng"]
+            settings = about["settings"]
+            if not isinstance(settings, dict) or not isinstance(settings.get("text", ""), str):
                 raise ValueError("its settings are no table of names")
             for name, (_, check, _) in (SIZES | TRAINING).items():
-                if name.replace("-", "_") in about["settings"]:
-                    check(str(about["settings"][name.replace("-", "_")]))
+                if (key := name.replace("-", "_")) in settings:
+                    settings[key] = check(str(settings[key]))
             itos, merges = about["itos"], [tuple(pair) for pair in about["merges"]]
-            if len(itos) != config.vocab_size or len(set(itos)) != len(itos):
+            if len(itos) != config.vocab_size or len(set(itos)) != len(itos) or itos[0] != UNK:
                 raise ValueError("its vocabulary does not fit its configuration")
             if not all(len(pair) == 2 for pair in merges) or \
                     not all(isinstance(text, str) for text in [*itos, *sum(merges, ())]):
@@ -4175,6 +4181,8 @@ def load_checkpoint(path):
             arrays = {kind: {name: checked_array(archive, f"{kind}/{name}", shape)
                              for name, shape in param_shapes(config).items()}
                       for kind in ("params", "m", "v") if kind == "params" or about["step"]}
+            if any((v < 0).any() for v in arrays.get("v", {}).values()):
+                raise ValueError("its running means of squares are negative")
             return Checkpoint(config=config, tokenizer=Tokenizer(itos, merges), **arrays,
                               **{name: about[name]
                                  for name in ("settings", "step", "batch_rng", "val_loss")})
@@ -4228,6 +4236,13 @@ def number_type(kind, low, high=math.inf, open_low=False, open_high=False):
         return value
 
     return check
+
+
+def file_name(text):
+    """A check for argparse: any text but the empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be the name of a file, got nothing")
+    return text
 
 
 whole, share = number_type(int, 1), number_type(float, 0, 1, open_high=True)
@@ -4317,21 +4332,35 @@ def check_target(options):
     """ValueError unless a model can be written to options.out and nothing else is lost there."""
     if options.out.endswith(("/", os.sep)):
         raise ValueError(f"--out {options.out} must be the name of a file, not of a folder")
-    out = Path(options.out).resolve()
-    probe = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
+        Path(options.out).parent.resolve(strict=True)
+        out = Path(options.out).resolve()
+        probe = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         with open(probe, "xb"):
             pass
         probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write --out {options.out}: {error.strerror}; "
+    except (OSError, RuntimeError) as error:        # RuntimeError: links that lead in a circle
+        raise ValueError(f"cannot write --out {options.out}: "
+                         f"{getattr(error, 'strerror', None) or error}; "
                          f"its folder must exist and let you write") from None
-    if out.exists() and not options.resume:
-        try:
-            load_checkpoint(out)
-        except ValueError:
-            raise ValueError(f"--out {options.out} exists and is no tinygpt model: "
-                             f"choose another name, or remove it") from None
+    for path in (options.out, f"{options.out}.old"):
+        if os.path.lexists(path) and not options.resume:
+            try:
+                if not Path(path).is_file():
+                    raise ValueError
+                load_checkpoint(path)
+            except ValueError:
+                raise ValueError(f"{path} exists and is no tinygpt model: choose another --out, "
+                                 f"or remove it") from None
+
+
+def keep_old(path):
+    """Copy the model at path to path.old; what to say about it."""
+    old = f"{path}.old"
+    if Path(old).exists() and load_checkpoint(old).step > load_checkpoint(path).step:
+        return f"{old} has more steps than the model that was in {path}, and stays"
+    save_checkpoint(old, load_checkpoint(path), follow=False)
+    return f"the model that was in {path} is kept as {old}"
 
 
 def train(options):
@@ -4344,7 +4373,12 @@ def train(options):
     check_target(options)
     config = checkpoint.config if checkpoint else ModelConfig(
         1, s.context, s.max_context, s.width, s.heads, s.hidden, s.layers)
-    text = read_text(s.text)
+    try:
+        text = read_text(s.text)
+    except ValueError as error:
+        raise ValueError(f"{error}" + ("" if options.text or not checkpoint else
+                                       "; it was the text of the training so far: name it anew, "
+                                       "with --text")) from None
     s.text_sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     say = Progress()
     if checkpoint is None:
@@ -4379,16 +4413,16 @@ def train(options):
             say.line(f"{options.out} has {checkpoint.step} steps, and --epochs {s.epochs} --steps "
                      f"{s.steps} makes {last}: nothing to do; ask for more")
             return 0
-    elif Path(options.out).exists():
-        shutil.copy2(options.out, f"{options.out}.old")
-        say.line(f"the model that was in {options.out} is kept as {options.out}.old")
+    elif Path(options.out).exists() and not options.resume:
+        say.line(keep_old(options.out))
     checkpoint.m, checkpoint.v = optimizer.m, optimizer.v
     chars_per_token = len(tokenizer.decode(val_y.ravel())) / max(val_y.size, 1)
     prepare_for_training()
     sample = lambda: sample_text(checkpoint, s.seed)
 
     def diverged(t, what):
-        say.line(f"step {t}: {what}: training has diverged, and {options.out} stays as it was; "
+        left = f"{options.out} stays as it was" if Path(options.out).exists() else "none is saved"
+        say.line(f"step {t}: {what}: training has diverged, and {left}; "
                  f"try a smaller --lr (now {s.lr:g}), --clip 1 (now {s.clip:g}) or a smaller "
                  f"--weight-decay (now {s.weight_decay:g})")
         return 1
@@ -4414,7 +4448,7 @@ def train(options):
                 if t % per_epoch == 0:                      # the next epoch begins here
                     checkpoint.batch_rng = rng.bit_generator.state
                 say.step(t, last, loss, lr, xb.size)
-                stopping = stop.signal
+                stopping = stop.signal if t < last else 0       # the last step is the end anyway
                 measuring = t == last or (s.eval_every and t % s.eval_every == 0 and not stopping)
                 sampling = t in (last // 100, last // 10, last // 2, last) and not stopping
                 if measuring or stopping or sampling:
@@ -4487,12 +4521,16 @@ class Stop:
 
     def ask(self, number, frame):
         if self.signal:
-            raise KeyboardInterrupt
+            for other in self.before:               # a third one is one too many
+                signal.signal(other, signal.SIG_IGN)
+            sys.unraisablehook = lambda _: None     # nor does what is half done matter
+            raise KeyboardInterrupt(int(number))
         self.signal = int(number)
 
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+    def __exit__(self, kind, *_):
+        if kind is not KeyboardInterrupt:
+            for number, handler in self.before.items():
+                signal.signal(number, handler)
 
 
 def tell(text, end="\n"):
@@ -4524,10 +4562,9 @@ class Progress:
 
     def line(self, text):
         self.clear()
-        tell(text)
+        tell(escaped(text) if self.live else text)
 
     def sample(self, title, text):
-        text = escaped(text) if self.live else text
         self.line(f"--- {title}" + "".join(f"\n    {row}" for row in text.split("\n") if text))
 
     def step(self, t, last, loss, lr, tokens):
@@ -4608,7 +4645,8 @@ def run_generate(options):
 
 def paint(text, code):
     """Colour a text on a terminal, unless NO_COLOR is set."""
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colour = (sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+              and os.environ.get("TERM") != "dumb")
     return f"\033[{code}m{text}\033[0m" if colour else text
 
 
@@ -4631,6 +4669,8 @@ def run_look(options):
     if T < len(ids):
         print(f"the last {T} of {len(ids)} tokens (--context {config.context}, at most 32 shown)")
     logits, cache = forward(checkpoint.params, x, config)                   # (T, V)
+    if not np.isfinite(logits).all():
+        raise ValueError("the model's output is not finite: it has diverged in training")
     print(paint("tokens, and how much each surprised the model (loss in nats)", 1))
     for t in range(T):
         loss = cross_entropy_forward(logits[t - 1:t], x[t:t + 1])[0] if t else None
@@ -4870,7 +4910,7 @@ def build_parser():
 
     def command(name, run, help):
         sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, parser=sub)
         return sub
 
     def add(sub, name, default, check, help):
@@ -4878,15 +4918,17 @@ def build_parser():
 
     p = command("train", train, "learn from a text, save the model, write a sample")
     here = Path(__file__).parent
-    p.add_argument("--text", metavar="FILE",
+    p.add_argument("--text", metavar="FILE", type=file_name,
                    help="UTF-8 text to learn from (corpus.txt; with --resume, the text so far)")
-    p.add_argument("--out", default="tinygpt.npz", metavar="FILE", help="the model (tinygpt.npz)")
+    p.add_argument("--out", default="tinygpt.npz", metavar="FILE", type=file_name,
+                   help="the model (tinygpt.npz)")
     p.add_argument("--resume", action="store_true", help="go on training the model in --out")
     for name, (default, check, help) in (SIZES | TRAINING).items():
         add(p, name, None, check, help if default is None else f"{help} ({default})")
 
     def add_sampling(p):
-        p.add_argument("--model", default="tinygpt.npz", metavar="FILE", help="(tinygpt.npz)")
+        p.add_argument("--model", default="tinygpt.npz", metavar="FILE", type=file_name,
+                       help="(tinygpt.npz)")
         p.add_argument("--prompt", default="", metavar="TEXT",
                        type=lambda text: text.removeprefix("\0"),      # see main
                        help="the text to go on from; empty: a line end")
@@ -4908,7 +4950,7 @@ def build_parser():
     p.add_argument("--list", action="store_true", help="list the cards")
 
     p = command("bench", run_bench, "measure speed and memory on this machine")
-    p.add_argument("--text", default=str(here / "corpus.txt"), metavar="FILE",
+    p.add_argument("--text", default=str(here / "corpus.txt"), metavar="FILE", type=file_name,
                    help="UTF-8 text for the tokenizer (corpus.txt)")
     p.add_argument("--scale", action="store_true", help="how the cost grows with T, d, L and B")
 
@@ -4925,6 +4967,9 @@ def main(argv=None):
         if argv[i - 1] == "--prompt":
             argv[i - 1:i + 1] = [f"--prompt={argv[i]}"]
     argv = [re.sub(r"^--prompt=", "--prompt=\0", arg) for arg in argv]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        with contextlib.suppress(ValueError):       # not in the main thread
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:                          # closed by the shell
         sys.stdout = open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
@@ -4935,7 +4980,9 @@ def main(argv=None):
         if bare := [arg for arg in argv if re.fullmatch(r"--[\w-]+=--", arg)]:
             parser.error(f"argument {bare[0][:-3]}: -- is no value")
         try:
-            options = parser.parse_args(argv)
+            options, unknown = parser.parse_known_args(argv)
+            if unknown:
+                getattr(options, "parser", parser).error(f"there is no {unknown[0]}")
         finally:
             sys.stdout.flush()                      # what --help has printed
         if options.command is None:
@@ -4946,14 +4993,16 @@ def main(argv=None):
         sys.stdout.flush()
         return code
     except ValueError as error:
-        tell(f"tinygpt: {error}".replace("\n", "\\n"))
+        tell(escaped(f"tinygpt: {error}").replace("\n", "\\n"))
         return 2
     except MemoryError:
         tell("tinygpt: the memory is too small for these sizes: make them smaller")
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        with contextlib.suppress(ValueError):       # not in the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         tell("tinygpt: interrupted")
-        return 130
+        return 128 + (interrupt.args or (signal.SIGINT,))[0]
     except BrokenPipeError:                         # the reader has gone, as in '| head'
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

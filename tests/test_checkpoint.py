@@ -22,6 +22,7 @@ def make_checkpoint(step=3, seed=0):
                            hidden=5, layers=2)
     rng = np.random.default_rng(seed)
     params, m, v = (t.init_params(config, rng) for _ in range(3))
+    v = {name: W * W for name, W in v.items()}
     return t.Checkpoint(params, config, tokenizer, {"lr": 0.01, "clip": 0}, step, m, v,
                         rng.bit_generator.state, 1.5)
 
@@ -183,6 +184,12 @@ DAMAGE = {
     "too many layers": lambda path: rewritten(
         path, lambda e: about(e, config={"vocab_size": 9, "layers": 10 ** 8})),
     "bad step": lambda path: rewritten(path, lambda e: about(e, step="three")),
+    "no <unk>": lambda path: rewritten(path, lambda e: about(e, itos=[
+        "x<unk>", *make_checkpoint().tokenizer.itos[1:]])),
+    "text a number": lambda path: rewritten(path, lambda e: about(e, settings={"text": 5})),
+    "generator lost": lambda path: rewritten(path, lambda e: about(e, batch_rng={})),
+    "negative squares": lambda path: rewritten(
+        path, lambda e: e.update({"v/lnf_g.npy": npy(np.full(6, -1, np.float32))})),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 
@@ -289,8 +296,72 @@ def test_training_anew_keeps_the_model_that_was_there(train):
     train(*SMALL, "--steps", 2)
     before = (train.folder / "out.npz").read_bytes()
     code, err = train(*SMALL, "--steps", 3)
-    assert code == 0 and "out.npz.old" in err
-    assert (train.folder / "out.npz.old").read_bytes() == before
+    assert code == 0 and "is kept as" in err and "out.npz.old" in err
+    old = train.folder / "out.npz.old"
+    assert old.read_bytes() == before
+    train("--resume", "--steps", 4)                     # goes on: nothing to keep
+    assert old.read_bytes() == before
+    train(*SMALL, "--steps", 1)                         # 4 steps instead of 2 are kept
+    assert t.load_checkpoint(old).step == 4
+    code, err = train(*SMALL, "--steps", 1)             # 1 step would be worse
+    assert code == 0 and "has more steps" in err
+    assert t.load_checkpoint(old).step == 4
+
+
+def test_what_is_no_model_beside_the_model_is_not_overwritten(train):
+    train(*SMALL, "--steps", 2)
+    folder = train.folder
+    before = (folder / "out.npz").read_bytes()
+    for make in (lambda old: old.write_text("mine"), lambda old: old.symlink_to(folder / "text.txt"),
+                 lambda old: old.mkdir(), lambda old: os.mkfifo(old)):
+        make(folder / "out.npz.old")
+        text = (folder / "text.txt").read_bytes()
+        code, err = train(*SMALL, "--steps", 1)
+        assert code == 2 and "out.npz.old exists" in err and err.count("\n") == 1
+        assert (folder / "text.txt").read_bytes() == text
+        assert (folder / "out.npz").read_bytes() == before
+        (folder / "out.npz.old").rename(folder / f"was {len(list(folder.iterdir()))}")
+
+
+def test_names_that_lead_nowhere(train):
+    train(*SMALL, "--steps", 1)
+    folder = train.folder
+    before = (folder / "out.npz").read_bytes()
+    (folder / "loop").symlink_to(folder / "pool")
+    (folder / "pool").symlink_to(folder / "loop")
+    os.mkfifo(folder / "pipe")
+    for out in ("nowhere/../out.npz", "loop", "loop/x.npz", "pipe"):
+        code, err = train(*SMALL, "--steps", 1, out=out)
+        assert code == 2 and out in err and err.count("\n") == 1, err
+    assert (folder / "out.npz").read_bytes() == before
+
+
+def test_settings_that_are_text_are_read_as_numbers(train):
+    train(*SMALL, "--steps", 2)
+    path = train.folder / "out.npz"
+    rewritten(path, lambda e: about(e, settings={**t.load_checkpoint(path).settings, "lr": "0.01",
+                                                 "batch": "3"}))
+    code, err = train("--resume", "--steps", 4)
+    assert code == 0 and t.load_checkpoint(path).settings["batch"] == 3
+
+
+def test_a_lost_text_is_named_as_that_of_the_training_so_far(train, capsys):
+    train(*SMALL, "--steps", 1)
+    (train.folder / "text.txt").rename(train.folder / "moved.txt")
+    code = t.main(["train", "--resume", "--steps", "2", "--out", str(train.folder / "out.npz")])
+    err = capsys.readouterr().err
+    assert code == 2 and "text.txt" in err and "--text" in err and err.count("\n") == 1
+    assert train("--resume", "--steps", 2, text="moved.txt")[0] == 0
+
+
+def test_look_names_a_model_that_has_diverged(saved, capsys):
+    rewritten(saved, lambda e: e.update(
+        {"params/lnf_g.npy": npy(np.full(6, 3e38, np.float32)),
+         "params/head_w.npy": npy(np.full(t.load_checkpoint(saved).params["head_w"].shape, 3e38,
+                                          np.float32))}))
+    for command in ("look", "generate"):
+        assert t.main([command, "--model", str(saved), "--prompt", "the hen"]) == 2
+        assert "has diverged" in capsys.readouterr().err
 
 
 def test_files_that_are_no_models_are_not_overwritten(train):

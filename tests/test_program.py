@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -366,7 +367,40 @@ def test_importing_prints_nothing():
 
 def test_usage_errors_take_one_line():
     refused(run("frobnicate"), "frobnicate")
-    refused(run("train", "--frobnicate"), "frobnicate")
+    refused(run("train", "--frobnicate"), "frobnicate", "train --help")
+    for option in ("--text=", "--out="):
+        refused(run("train", option), option[:-1], "name of a file")
+    refused(run("generate", "--model="), "--model", "name of a file")
+
+
+def test_names_in_messages_cannot_write_to_the_terminal():
+    refused(run("generate", "--model", "a\x1b[31m\rb.npz"), "a\\x1b[31m\\rb.npz")
+    refused(run("generate", "--model", "my model.npz"), "--out 'my model.npz'")
+
+
+@pytest.mark.parametrize("numbers, code", [
+    ([signal.SIGINT] * 2, 130), ([signal.SIGINT] * 4, 130), ([signal.SIGTERM] * 2, 143)])
+def test_impatient_signals_show_no_traceback(numbers, code, folder, tmp_path):
+    args = [sys.executable, str(ROOT / "tinygpt.py"), "train", "--text", str(folder / "text.txt"),
+            "--width", "64", "--context", "64", "--max-context", "64", "--layers", "1", "--steps",
+            "5000", "--merges", "0", "--out", str(tmp_path / "m.npz")]
+    process = subprocess.Popen(args, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                               start_new_session=True)
+    while "before training" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    for number in numbers:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        time.sleep(0.003)
+    err = process.communicate(timeout=30)[1]
+    assert process.returncode == code and "Traceback" not in err and "ignored" not in err, err
+
+
+def test_one_very_long_word_is_learned_in_reasonable_time():
+    letters = np.random.default_rng(0).choice(list("ACGT"), 30_000)
+    tokenizer = t.build_tokenizer("".join(letters) + " " * 30_000, 200)
+    assert len(tokenizer.merges) == 200
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -379,9 +413,9 @@ def test_a_full_disk_is_no_success_for_help_either():
 
 
 def test_an_interrupt_while_numpy_is_loaded_shows_no_traceback(tmp_path):
-    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "numpy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     result = run_process("demo", env={"PYTHONPATH": str(tmp_path)})
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_an_old_python_is_named(tmp_path):
