@@ -4262,10 +4262,10 @@ SIZES = {                       # what a checkpoint fixes: option, default, chec
 TRAINING = {                    # what may change when training goes on
     "epochs": (0, number_type(int, 0), "passes over the text; 0: --steps says it"),
     "steps": (4000, number_type(int, 0), "steps in all; with --epochs: stop there"),
-    "lr": (None, number_type(float, 0), "largest learning rate; default 1.28 / width / layers"),
+    "lr": (None, number_type(float, 0), "largest learning rate; default 1.536 / width / layers"),
     "lr-min": (None, number_type(float, 0), "learning rate at the end; default lr / 40"),
-    "warmup": (100, number_type(int, 0), "steps until the largest learning rate"),
-    "beta1": (0.9, share, "AdamW: share kept of the mean gradient"),
+    "warmup": (None, number_type(int, 0), "steps until the largest rate; default 0.3 steps"),
+    "beta1": (0.75, share, "AdamW: share kept of the mean gradient"),
     "beta2": (0.99, share, "AdamW: share kept of the mean square"),
     "weight-decay": (0.25, number_type(float, 0), "AdamW: pull of matrices towards 0"),
     "clip": (1.0, number_type(float, 0), "largest norm of the gradients; 0: off"),
@@ -4288,7 +4288,7 @@ def resolve(options, checkpoint):
         settings["steps"] = 0
     settings["text"] = options.text or kept.get("text") or str(Path(__file__).parent / "corpus.txt")
     if settings["lr"] is None:                      # larger models want smaller steps
-        settings["lr"] = 1.28 / settings["width"] / settings["layers"]
+        settings["lr"] = 1.536 / settings["width"] / settings["layers"]
     if options.lr_min is None and (settings["lr_min"] is None or options.lr is not None):
         settings["lr_min"] = settings["lr"] / 40
     if settings["width"] % settings["heads"]:
@@ -4398,6 +4398,7 @@ def train(options):
     per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
     planned = planned or s.steps                            # the length of the schedule
     last = min(s.steps or planned, planned)
+    s.warmup = 3 * planned // 10 if s.warmup is None else s.warmup
     say.line(f"{len(text):,} characters, {in_use:,} of {config.vocab_size} tokens "
              f"in use, {len(x):,} training windows, {len(val_x):,} validation windows, "
              f"{count_params(params):,} parameters, {per_epoch:,} steps per epoch")
