@@ -2383,8 +2383,9 @@ def attention_backward(dOut, cache, block):
     dVh = A.swapaxes(-1, -2) @ dOh                                          # (H, T, dh)  (38.4)
     dA = dOh @ Vh.swapaxes(-1, -2)                                          # (H, T, T)   (38.5)
     dS = softmax_backward(A, dA)                                            # (H, T, T)   (38.6)
-    dQh = dS @ Kh / math.sqrt(dh)                                           # (H, T, dh)  (38.8)
-    dKh = dS.swapaxes(-1, -2) @ Qh / math.sqrt(dh)                          # (H, T, dh)  (38.9)
+    dS *= 1 / math.sqrt(dh)                                                 # for 38.8 and 38.9
+    dQh = dS @ Kh                                                           # (H, T, dh)  (38.8)
+    dKh = dS.swapaxes(-1, -2) @ Qh                                          # (H, T, dh)  (38.9)
     dQ, dK, dV = merge_heads(dQh), merge_heads(dKh), merge_heads(dVh)       # (T, d)      (38.10)
     dXq, dwq, dbq = linear_backward(dQ, Xn, block["wq"])                    # (38.11) (38.12)
     dXk, dwk, dbk = linear_backward(dK, Xn, block["wk"])                    # (38.11) (38.12)
@@ -3881,8 +3882,8 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   wrong what lies before the scores: wq, bq and wk, ln1_g and ln1_b, all earlier blocks and both
 #   tables. Right are bk, whose gradient is 0 in any case, and what comes after the scores in the
 #   last block: wv, bv, wo, bo, ln2_g, ln2_b, the feed-forward layer, the last LayerNorm and the
-#   head. Drop the division from 38.8 and 38.9 too, and all arrays are right again: the model
-#   without the scaling is another model, with a gradient of its own.
+#   head. Drop the division in the backward pass too, which serves 38.8 and 38.9, and all arrays are
+#   right again: the model without the scaling is another model, with a gradient of its own.
 #
 # - **5b.** To nothing. All its scores are -∞, the largest is -∞ too, and -∞ minus -∞ is no number:
 #   row 0 of A is nan. In the next block its value is nan too, and as 0 · nan is nan, all rows are.
@@ -3993,7 +3994,7 @@ class SecondProcess:
 
     def __call__(self, first, second):
         """(loss, gradients) of both; the second gradients stay valid until the next call."""
-        params, *rest = second
+        (params, *rest), free = second, cores()
         layout = {name: (W.shape, W.dtype) for name, W in params.items()}
         self.asked += 1
         try:
@@ -4001,10 +4002,15 @@ class SecondProcess:
                 self.begin(params, layout)
             for name, W in params.items():
                 self.params[name][...] = W
+            self.keep_apart(free)
             self.pipe.send((self.asked, rest))
         except OSError:                             # no second process, or it was killed
             self.layout = None
-        answer = loss_and_grads(*first)
+        try:
+            answer = loss_and_grads(*first)
+        finally:
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, free)
         try:
             while self.layout:
                 number, loss = self.pipe.recv()
@@ -4029,9 +4035,17 @@ class SecondProcess:
         self.pipe, other = context.Pipe()
         process = context.Process(target=self.serve, args=(other,), daemon=True)
         process.start()
+        self.number = process.pid
         atexit.register(process.kill)               # even where it was stopped
         other.close()
         self.layout = layout
+
+    def keep_apart(self, free):
+        """Ask for different cores; after a pause the system may put both processes on one."""
+        with contextlib.suppress(OSError, AttributeError):
+            here = {ctypes.CDLL(None).sched_getcpu()}
+            os.sched_setaffinity(self.number, free - here)
+            os.sched_setaffinity(0, here)
 
     def serve(self, pipe):
         """The life of the second process: answer until the first has gone."""

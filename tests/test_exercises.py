@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import types
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +42,7 @@ CHANGES = {
     "4b": [("    X0 = token_rows + position_rows", "    X0 = token_rows + 0")],
     "5a": [("S = scores(Qh * (1 / math.sqrt(Qh.shape[-1])), Kh)", "S = scores(Qh, Kh)")],
     "5a, mended": [("S = scores(Qh * (1 / math.sqrt(Qh.shape[-1])), Kh)", "S = scores(Qh, Kh)"),
-                   ("    dQh = dS @ Kh / math.sqrt(dh)", "    dQh = dS @ Kh"),
-                   ("    dKh = dS.swapaxes(-1, -2) @ Qh / math.sqrt(dh)",
-                    "    dKh = dS.swapaxes(-1, -2) @ Qh")],
+                   ("    dS *= 1 / math.sqrt(dh)   ", "    dS *= 1   ")],
     "5b": [("np.triu(np.full((T, T), -np.inf, dtype), 1)",
             "np.triu(np.full((T, T), -np.inf, dtype), 0)")],
     "6a": [("\n    X1 = X + Att   ", "\n    X1 = Att   ")],
@@ -54,6 +53,7 @@ CHANGES = {
     "10b": [("x = np.array(ids[-config.context:])", "x = np.array(ids[-config.max_context:])")]}
 
 
+@cache
 def altered(name):
     """A second tinygpt, with the changes of an exercise."""
     source = SOURCE
@@ -96,7 +96,7 @@ def wrong_arrays(module):
     """What `gradcheck` calls wrong."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        module.main(["gradcheck"])
+        module.main(["gradcheck", "--samples", "8"])
     return {line.split()[0] for line in out.getvalue().splitlines() if line.endswith("WRONG")}
 
 
@@ -179,9 +179,10 @@ def test_3c_gelu_as_printed_passes_the_gradient_check(monkeypatch):
     normal = [z * (1 + math.erf(z / math.sqrt(2))) / 2 for z in Z]      # what tanh stands for
     np.testing.assert_allclose(space["gelu_forward"](Z), normal, atol=1e-3)
     module = altered("")
-    module.relu_forward, module.relu_backward = space["gelu_forward"], space["gelu_backward"]
+    monkeypatch.setattr(module, "relu_forward", space["gelu_forward"])
+    monkeypatch.setattr(module, "relu_backward", space["gelu_backward"])
     assert wrong_arrays(module) == set()
-    module.relu_backward = t.relu_backward
+    monkeypatch.setattr(module, "relu_backward", t.relu_backward)
     assert wrong_arrays(module) != set()
 
 
