@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 import zipfile
@@ -3301,7 +3302,7 @@ def demo_schedule():
     for t in (1, 2, 3, 4, 6, 7, 10, 13, 14, 16, 20):
         rate = lr_schedule(t, 0.01, 0.001, 4, 16)
         print(f"t = {t:2}  η = {rate:.6f}  {'#' * math.floor(4000 * rate + 0.5)}")
-    print(f"halfway down, t = 10: frac = 6/12, η = 0.001 + 0.5 * 0.009 * (1 + 0) = 0.0055")
+    print("halfway down, t = 10: frac = 6/12, η = 0.001 + 0.5 * 0.009 * (1 + 0) = 0.0055")
     print(f"no warm-up: the first of 16 steps has η = {lr_schedule(1, 0.01, 0.001, 0, 16):.6f}")
 
 

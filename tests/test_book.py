@@ -1,5 +1,7 @@
 """The book against itself: order, numbers, tags, stated shapes, the README's index."""
 import ast
+import builtins
+import dis
 import inspect
 import io
 import re
@@ -143,6 +145,22 @@ def test_imports_are_the_standard_library_and_numpy():
     names |= {node.module.split(".")[0] for node in ast.walk(ast.parse(SOURCE))
               if isinstance(node, ast.ImportFrom)}
     assert names - set(sys.stdlib_module_names) == {"numpy"}
+
+
+def test_every_global_name_exists():
+    """What only a rare branch uses is imported and spelled right too."""
+    def codes(code):
+        yield code
+        for const in code.co_consts:
+            if inspect.iscode(const):
+                yield from codes(const)
+    used = {instruction.argval for code in codes(compile(SOURCE, "tinygpt.py", "exec"))
+            for instruction in dis.get_instructions(code)
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    known = {*vars(t), *dir(builtins), "__module__", "__qualname__"}
+    fields = {name for part in vars(t).values() if hasattr(part, "__dataclass_fields__")
+              for name in part.__dataclass_fields__}
+    assert used - known - fields <= {"__name__", "BLOCKS"} and "shutil" in used
 
 
 # ---- shapes -----------------------------------------------------------------------------------

@@ -282,15 +282,18 @@ def test_control_characters_are_escaped_on_a_terminal(monkeypatch):
 def test_the_live_line_fits_the_terminal_and_ends_clean(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    say = t.Progress()
     clock = iter(np.arange(0, 99, 0.5))
     monkeypatch.setattr(t.time, "monotonic", lambda: next(clock))
+    monkeypatch.setenv("COLUMNS", "70")
+    say = t.Progress()
     for step in range(1, 6):
         say.step(step, 5, 3.0 - step / 10, 0.01, 256)
     say.measured(2.5, 3.0)
     text = screen.getvalue()
     assert text.endswith("\n") and text.count("\n") == 1
-    assert all(len(part) < 80 for part in text.split("\r")[:-1])
+    parts = text.split("\r")
+    assert len(parts) == 11 and all(len(part) < 70 for part in parts[:-1])
+    assert [f"step {i} of 5" in text for i in range(1, 7)] == [True] * 5 + [False]
     assert "validation 2.500" in text and "perplexity 12.2" in text
     assert "bits per character 1.202" in text
 
