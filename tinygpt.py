@@ -483,7 +483,7 @@ def demo_apply_merge():
     print(f"no pair occurs twice:           {train_bpe_on_text('abcdef', 3)}")
     print(f"only one does, in xabyab:       {train_bpe_on_text('xabyab', 3)}")
     print(f"a word twice, in abab b b:      {train_bpe_on_text('abab b b', 6)}")
-    print(f"bbabaabbabaababbabbbbaba: {train_bpe_on_text('bbabaabbabaababbabbbbaba', 9)}")
+    print(f"bbabaabbabaababbabbbbaba:\n  {train_bpe_on_text('bbabaabbabaababbabbbbaba', 9)}")
     print(f"a a a with the pair (a, a):   {merge_tokens(['a', 'a', 'a'], ('a', 'a'))}")
     print(f"a a a a with the pair (a, a): {merge_tokens(['a', 'a', 'a', 'a'], ('a', 'a'))}")
 
