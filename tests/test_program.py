@@ -413,7 +413,11 @@ def test_a_full_disk_is_no_success_for_help_either():
 
 def test_an_interrupt_while_numpy_is_loaded_shows_no_traceback(tmp_path):
     (tmp_path / "numpy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-    result = run_process("demo", env={"PYTHONPATH": str(tmp_path)})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)   # it may be ignored here
+    try:
+        result = run_process("demo", env={"PYTHONPATH": str(tmp_path)})
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
