@@ -29,6 +29,7 @@ import shlex
 import shutil
 import sys
 import time
+import warnings
 import zipfile
 import zlib
 from collections import Counter, defaultdict
@@ -4037,7 +4038,8 @@ class SecondProcess:
         context = multiprocessing.get_context("fork")
         self.pipe, other = context.Pipe()
         process = context.Process(target=self.serve, args=(other,), daemon=True)
-        process.start()
+        with warnings.catch_warnings(action="ignore"):      # the threads of the BLAS are idle
+            process.start()
         self.number = process.pid
         atexit.register(process.kill)               # even where it was stopped
         other.close()
