@@ -4871,7 +4871,7 @@ def run_bench(options):
         import resource
         unit = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-        print(f"{'peak memory of all this':54}{peak:9.0f} MB")
+        print(f"{'peak memory of this process':54}{peak:9.0f} MB")
     return 0
 
 
