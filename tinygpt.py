@@ -4157,9 +4157,13 @@ def save_checkpoint(path, checkpoint, follow=True):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        cause = error
+        while cause := cause.__context__:           # zipfile may hide an interrupt behind its own
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
         raise
 
 
@@ -5033,4 +5037,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__" and "get_ipython" not in globals():
-    sys.exit(main())
+    exit_code = main()
+    for number in (signal.SIGINT, signal.SIGTERM):  # all is done: nothing is left to interrupt
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(exit_code)
