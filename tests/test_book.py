@@ -154,13 +154,12 @@ def test_every_global_name_exists():
         for const in code.co_consts:
             if inspect.iscode(const):
                 yield from codes(const)
-    used = {instruction.argval for code in codes(compile(SOURCE, "tinygpt.py", "exec"))
-            for instruction in dis.get_instructions(code)
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    known = {*vars(t), *dir(builtins), "__module__", "__qualname__"}
-    fields = {name for part in vars(t).values() if hasattr(part, "__dataclass_fields__")
-              for name in part.__dataclass_fields__}
-    assert used - known - fields <= {"__name__", "__annotations__", "BLOCKS"} and "shutil" in used
+    steps = [(step.opname, step.argval) for code in codes(compile(SOURCE, "tinygpt.py", "exec"))
+             for step in dis.get_instructions(code)]
+    used = {name for opname, name in steps if opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    made = {name for opname, name in steps if opname == "STORE_NAME"}
+    known = {*vars(t), *made, *dir(builtins)}
+    assert used - known <= {"__name__", "__annotations__"} and "shutil" in used
 
 
 # ---- shapes -----------------------------------------------------------------------------------
