@@ -3967,7 +3967,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 def prepare_for_training():
     """Process-wide settings for speed; without effect where the system does not offer them."""
     global both_parts
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):       # TypeError: on Windows
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 1 << 30)                   # M_TRIM_THRESHOLD: keep freed memory
         libc.mallopt(-3, 1 << 25)                   # M_MMAP_THRESHOLD: large arrays from it too
