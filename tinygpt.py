@@ -5006,7 +5006,10 @@ def main(argv=None):
         try:
             options, unknown = parser.parse_known_args(argv)
             if unknown:
-                getattr(options, "parser", parser).error(f"there is no {unknown[0]}")
+                sub = getattr(options, "parser", parser)
+                known = re.findall(r"--[\w-]+", sub.format_help())
+                near = get_close_matches(unknown[0], known, n=1)
+                sub.error(f"there is no {unknown[0]}" + (f", but a {near[0]}" if near else ""))
         finally:
             sys.stdout.flush()                      # what --help has printed
         if options.command is None:

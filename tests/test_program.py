@@ -368,6 +368,7 @@ def test_importing_prints_nothing():
 def test_usage_errors_take_one_line():
     refused(run("frobnicate"), "frobnicate")
     refused(run("train", "--frobnicate"), "frobnicate", "train --help")
+    refused(run("train", "--step", "5"), "--step", "--steps")
     for option in ("--text=", "--out="):
         refused(run("train", option), option[:-1], "name of a file")
     refused(run("generate", "--model="), "--model", "name of a file")
