@@ -1,5 +1,6 @@
 # /// script
-# requires-python = ">=3.11" dependencies = ["numpy>=1.26"]
+# requires-python = ">=3.11"
+# dependencies = ["numpy>=1.26"]
 # ///
 """tinygpt: a complete GPT in one file, to be read from top to bottom and to be run.
 
@@ -67,11 +68,6 @@ except ModuleNotFoundError:
 # in the folder `golden`, so any change to an equation shows up there as a difference;
 # `golden/training.txt` is the transcript of a short training run.
 #
-# Each chapter ends with exercises; the answers stand together at the end of the book. To do one
-# that changes a line, play the demos it concerns before and after, or run `make test`, which shows
-# how each golden file differs. `python tinygpt.py gradcheck` holds all gradients of a random model
-# of two blocks against slopes that are measured, as chapter 7 explains. Then undo the change.
-#
 # - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of
 #   the equation, and again at the end of the line of code that carries the equation out.
 # - A dagger † marks an equation that no line of code is labelled with: a step of a derivation, the
@@ -82,9 +78,14 @@ except ModuleNotFoundError:
 # - `dX` is always the derivative of the loss by X. It has the shape of X, since each entry of X
 #   has its own derivative.
 # - A backward function stands beneath its forward function and reads like it upside down.
-# - Training counts in float32, numbers with about 7 digits, and the demos in float64, with 16.
+# - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 # - The loss is one number that says how wrong the model's predictions are. The derivatives of the
 #   loss by all numbers of an array, together, are called its gradient.
+#
+# Each chapter ends with exercises; the answers stand together at the end of the book. To do one
+# that changes a line, play the demos it concerns before and after, or run `make test`, which shows
+# how each golden file differs. `python tinygpt.py gradcheck` holds all gradients of a random model
+# of two blocks against slopes that are measured, as chapter 7 explains. Then undo the change.
 #
 # You need Python and school calculus: the derivatives of sums, products, quotients and powers, of
 # exp and the natural log, and the chain rule. Card 23 also uses an integral and, like card 32, the
@@ -158,11 +159,11 @@ class ModelConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} cannot be shared by {self.heads} heads: "
+            raise ValueError(f"--width {self.width} cannot be shared by --heads {self.heads}: "
                              f"make it a multiple of them")
         if self.context > self.max_context:
-            raise ValueError(f"context {self.context} is larger than max_context "
-                             f"{self.max_context}: make it smaller, or max_context larger")
+            raise ValueError(f"--context {self.context} is larger than --max-context "
+                             f"{self.max_context}: make it smaller, or --max-context larger")
 
 
 BLOCK = ("ln1_g", "ln1_b",                                              # LayerNorm 1
@@ -377,7 +378,7 @@ def count_pairs(words):
 
 
 def learn_merges(word_counts, n_merges):
-    """The merges [(a, b), ...] in order, and {pre-token: tokens} as they leave it (card 2)."""
+    """The merges [(a, b), ...] in order, and {pre-token: its tokens after them} (card 2)."""
     words = [(list(word), n) for word, n in word_counts.items()]
     f, places = count_pairs(words), defaultdict(list)
     for w, (tokens, _) in enumerate(words):
@@ -411,8 +412,8 @@ def learn_merges(word_counts, n_merges):
                         places[ab, right].append(w)
                 i += 1
         change[best] = -f[best]                                             # joined everywhere
-        for pair, n in change.items():
-            f[pair] = f.get(pair, 0) + n                                    # (2.1)
+        for pair, terms in change.items():
+            f[pair] = f.get(pair, 0) + terms                                # (2.1)
             if f[pair] > 1:
                 heapq.heappush(heap, (-f[pair], pair))
     return merges, {word: tokens for word, (tokens, _) in zip(word_counts, words)}
@@ -1805,8 +1806,8 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # old row twice, adds once to each copy and writes one over the other: a contribution is lost. They
 # must all be added. So the positions are sorted by their id. Then those of one token stand side by
 # side, each run of them begins where the sorted ids change, and `np.add.reduceat` adds up the rows
-# of each run: that is the sum of 27.2. The sort is stable, which means that equal ids keep
-# their order, so the order of the sum is fixed.
+# of each run: that is the sum of 27.2. The sort is stable, which means that equal ids keep their
+# order, so the order of the sum is fixed.
 #
 # `prepend=-1` lets the first id begin a run too.
 #
@@ -2766,9 +2767,9 @@ if __name__ == "__main__": demo(demo_parameter_count)
 # %% [markdown]
 # ### 45. Whole model, forward
 #
-# Tables, blocks, one more LayerNorm, head. The last LayerNorm is needed because the sum
-# along the residual path was never normalised itself. The head gives one logit for each token of
-# the vocabulary. It is a linear layer, and has nothing to do with the heads of attention.
+# Tables, blocks, one more LayerNorm, head. The last LayerNorm is needed because the sum along the
+# residual path was never normalised itself. The head gives one logit for each token of the
+# vocabulary. It is a linear layer, and has nothing to do with the heads of attention.
 #
 #     T ≤ Tmax                                                                           (45.1)
 #     X(l+1) = Block_l(X(l)),  l = 0, ..., L-1                                           (45.2)
@@ -3442,8 +3443,8 @@ if __name__ == "__main__": demo(demo_step_counts)
 #     val_loss = (1/W_val) Σ_j loss_j,  j = 1, ..., W_val                                (55.1)
 #
 # All windows have the same length T, so this mean of means is also the mean over all positions. It
-# is a forward pass only. The windows are worked through in groups of about 500 positions,
-# which bounds the memory, and each group counts by its number of windows.
+# is a forward pass only. The windows are worked through in groups of about 500 positions, which
+# bounds the memory, and each group counts by its number of windows.
 #
 # Shapes at the default sizes:
 #
@@ -3992,7 +3993,7 @@ class SecondProcess:
     """loss_and_grads of two parts, the second in another process at the same time.
 
     The two share a piece of memory: the parameters go in, the gradients come out. Threads would do
-    too, but each has to wait for Python's lock again and again, which costs a tenth of a step.
+    too, but each would have to wait for Python's lock again and again.
     """
     layout, asked = None, 0
 
@@ -4013,7 +4014,7 @@ class SecondProcess:
         try:
             answer = loss_and_grads(*first)
         finally:
-            if hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, free)
         try:
             while self.layout:
@@ -4047,7 +4048,7 @@ class SecondProcess:
 
     def keep_apart(self, free):
         """Ask for different cores; after a pause the system may put both processes on one."""
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError, AttributeError):      # no sched_getcpu in the C library
             here = {ctypes.CDLL(None).sched_getcpu()}
             os.sched_setaffinity(self.number, free - here)
             os.sched_setaffinity(0, here)
@@ -4136,8 +4137,11 @@ class Checkpoint:
 
 
 def save_checkpoint(path, checkpoint, follow=True):
-    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails."""
-    path = Path(path).resolve() if follow else Path(path)       # a link stays a link, or goes
+    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails.
+
+    Where path is a link, the file it leads to is written, or with follow=False the link replaced.
+    """
+    path = Path(path).resolve() if follow else Path(path)
     about = {"format": FORMAT, "config": asdict(checkpoint.config),
              "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges,
              "settings": checkpoint.settings, "step": checkpoint.step,
@@ -4314,12 +4318,6 @@ def resolve(options, checkpoint):
         settings["lr"] = 1.536 / settings["width"] / settings["layers"]
     if options.lr_min is None and (settings["lr_min"] is None or options.lr is not None):
         settings["lr_min"] = settings["lr"] / 40
-    if settings["width"] % settings["heads"]:
-        raise ValueError(f"--width {settings['width']} cannot be shared by --heads "
-                         f"{settings['heads']}: make it a multiple of them")
-    if settings["context"] > settings["max_context"]:
-        raise ValueError(f"--context {settings['context']} is larger than --max-context "
-                         f"{settings['max_context']}: make it smaller, or --max-context larger")
     if settings["lr_min"] > settings["lr"]:
         raise ValueError(f"--lr-min {settings['lr_min']} is larger than --lr {settings['lr']}: "
                          f"make it smaller")
@@ -4379,10 +4377,10 @@ def check_target(options):
 
 def keep_old(path):
     """Copy the model at path to path.old; what to say about it."""
-    old = f"{path}.old"
-    if Path(old).exists() and load_checkpoint(old).step > load_checkpoint(path).step:
+    old, checkpoint = f"{path}.old", load_checkpoint(path)
+    if Path(old).exists() and load_checkpoint(old).step > checkpoint.step:
         return f"{old} has more steps than the model that was in {path}, and stays"
-    save_checkpoint(old, load_checkpoint(path), follow=False)
+    save_checkpoint(old, checkpoint, follow=False)
     return f"the model that was in {path} is kept as {old}"
 
 

@@ -7,6 +7,7 @@ import io
 import re
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,13 @@ def test_imports_are_the_standard_library_and_numpy():
     names |= {node.module.split(".")[0] for node in ast.walk(ast.parse(SOURCE))
               if isinstance(node, ast.ImportFrom)}
     assert names - set(sys.stdlib_module_names) == {"numpy"}
+
+
+def test_the_header_for_script_runners_is_toml():
+    """As its specification reads it: the lines between /// script and ///, without their '# '."""
+    block = re.match(r"# /// script\n((?:#(?: .*)?\n)+?)# ///\n", SOURCE)[1]
+    header = tomllib.loads("".join(line[2:] + "\n" for line in block.splitlines()))
+    assert header == {"requires-python": ">=3.11", "dependencies": ["numpy>=1.26"]}
 
 
 def test_every_global_name_exists():

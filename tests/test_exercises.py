@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import GOLDEN
+from conftest import GOLDEN, ROOT
 
 SOURCE = Path(t.__file__).read_text(encoding="utf-8")
 BOOK, ANSWERS = SOURCE.split("\n# ## The program\n")[0].split("\n# ## Answers\n")
@@ -41,8 +41,6 @@ CHANGES = {
             "d_tok_emb[ids.ravel()] += rows(dX0)")],
     "4b": [("    X0 = token_rows + position_rows", "    X0 = token_rows + 0")],
     "5a": [("S = scores(Qh * (1 / math.sqrt(Qh.shape[-1])), Kh)", "S = scores(Qh, Kh)")],
-    "5a, mended": [("S = scores(Qh * (1 / math.sqrt(Qh.shape[-1])), Kh)", "S = scores(Qh, Kh)"),
-                   ("    dS *= 1 / math.sqrt(dh)   ", "    dS *= 1   ")],
     "5b": [("np.triu(np.full((T, T), -np.inf, dtype), 1)",
             "np.triu(np.full((T, T), -np.inf, dtype), 0)")],
     "6a": [("\n    X1 = X + Att   ", "\n    X1 = Att   ")],
@@ -51,6 +49,7 @@ CHANGES = {
            ("        vhat = v * (1 / (1 - self.beta2 ** self.t))", "        vhat = v * 1")],
     "8b": [("dlogits = rows(P) * (1 / n)", "dlogits = rows(P) * 1"), ("-= 1 / n ", "-= 1 ")],
     "10b": [("x = np.array(ids[-config.context:])", "x = np.array(ids[-config.max_context:])")]}
+CHANGES["5a, mended"] = CHANGES["5a"] + [("    dS *= 1 / math.sqrt(dh)   ", "    dS *= 1   ")]
 
 
 @cache
@@ -145,6 +144,10 @@ def test_1c_the_blank_as_a_pre_token():
     before = len(t.build_tokenizer(e.text, e.n_merges).encode(e.text))
     assert f"has {len(tokenizer.encode(e.text))} ids, where it had {before}" in ANSWER["1c"]
     assert f"merges are now {', '.join(a + b for a, b in tokenizer.merges)}," in ANSWER["1c"]
+    corpus = (ROOT / "corpus.txt").read_text(encoding="utf-8")
+    ids = [len(m.build_tokenizer(corpus, 1700).encode(corpus)) for m in (t, module)]
+    words = len(re.findall(r" [^\W\d_]", corpus))
+    assert 0.95 * words < ids[1] - ids[0] < words       # nearly every word costs an id more
 
 
 def test_2a_windows_and_targets():
@@ -161,6 +164,12 @@ def test_2b_a_model_that_copies(capsys):
         module.demo_autoregressive_loop()
         losses.append(re.search(r"training loss ([\d.]+)", capsys.readouterr().out)[1])
     assert "falls to {} within 60 steps, where it was {}".format(*losses) in ANSWER["2b"]
+    module, e = altered("2b"), t.example(61)
+    xs, ys = module.make_windows(e.train_ids, 3, 1)
+    optimizer = t.AdamW(e.params, weight_decay=0.0)
+    for _ in range(60):
+        optimizer.step(e.params, t.batch_loss_and_grads(e.params, xs, ys, e.config)[1], 0.05)
+    assert np.array_equal(t.forward(e.params, xs, e.config)[0].argmax(-1), xs)      # it copies
 
 
 def test_3a_the_biases_of_linear_layers_are_wrong():
@@ -211,6 +220,14 @@ def test_5b_position_0_attends_to_nothing():
     with np.errstate(invalid="ignore"):
         A = altered("5b").attention_weights(e.Qh, e.Kh)
     assert np.isnan(A[:, 0]).all() and np.isfinite(A[:, 1:]).all()
+    for layers, rows_of_nan in ((1, [True, False, False]), (2, [True] * 3)):
+        config = t.ModelConfig(10, 3, 5, 4, 2, 6, layers)
+        params = t.init_params(config, np.random.default_rng(0), np.float64)
+        with np.errstate(invalid="ignore"):
+            logits, _ = altered("5b").forward(params, e.x, config)
+            loss, grads = altered("5b").loss_and_grads(params, e.x, e.y, config)
+        assert np.isnan(logits).all(axis=1).tolist() == rows_of_nan and np.isnan(loss)
+        assert all(np.isnan(g).any() for g in grads.values())
 
 
 def test_5c_two_gradients_by_hand():
