@@ -869,8 +869,8 @@ if __name__ == "__main__": demo(demo_batches)
 #
 # Rows do not see each other in a matrix product. So all windows of a batch can be piled up into one
 # tall matrix and multiplied at once, which is far faster than one product for each window. `rows`
-# makes that pile. Where the numbers lie in order, it copies nothing and only looks at them
-# differently.
+# makes that pile, and `unpile` takes the result apart again. Where the numbers lie in order, they
+# copy nothing and only look at them differently.
 #
 # A sum is a matrix product too: a column of ones on the right adds up each row, a row of ones on
 # the left adds up each column. This is the 1 of the equations, and for the arrays of a batch faster
@@ -884,7 +884,12 @@ if __name__ == "__main__": demo(demo_batches)
 # %%
 def rows(X):
     """All leading axes piled up: (..., n) seen as (rows, n) (card 10)."""
-    return X.reshape(-1, X.shape[-1])
+    return X if X.ndim == 2 else X.reshape(-1, X.shape[-1])
+
+
+def unpile(Y, X):
+    """Y (rows, n) with the leading axes of X (..., m) again: (..., n) (card 10)."""
+    return Y if X.ndim == 2 else Y.reshape(*X.shape[:-1], Y.shape[-1])
 
 
 @cache
@@ -895,7 +900,7 @@ def ones(n, dtype):
 
 def row_sums(X):
     """The sum of each row, as a column: (..., n) becomes (..., 1) (card 10)."""
-    return (rows(X) @ ones(X.shape[-1], X.dtype)).reshape(*X.shape[:-1], 1)
+    return unpile(rows(X) @ ones(X.shape[-1], X.dtype), X)
 
 
 def column_sums(X):
@@ -946,7 +951,7 @@ def linear_forward(X, W, b):
     """Y (..., T, c) = X (..., T, a) times W (a, c), plus b (c,) in each row (card 11)."""
     Y = rows(X) @ W                                                         # (T, c)
     Y += b                                                                  # (T, c)  (11.1)
-    return Y.reshape(*X.shape[:-1], W.shape[1])
+    return unpile(Y, X)                                                     # (T, c)
 
 
 def demo_linear():
@@ -1003,7 +1008,7 @@ def linear_backward(dY, X, W):
     """dX, dW, db from dY (..., T, c), the input X (..., T, a) and W (a, c) (card 12)."""
     dW = rows(X).T @ rows(dY)                                               # (a, c)  (12.2)
     db = column_sums(dY)                                                    # (c,)    (12.3)
-    dX = (rows(dY) @ W.T).reshape(X.shape)                                  # (T, a)  (12.4)
+    dX = unpile(rows(dY) @ W.T, X)                                          # (T, a)  (12.4)
     return dX, dW, db
 
 
@@ -1407,7 +1412,8 @@ if __name__ == "__main__": demo(demo_perplexity)
 # number inside the root that keeps a constant row, whose variance is 0, from a division by zero.
 # The gain γ and the offset β are learned, one of each for each feature (column), so the network can
 # undo the standard size where that helps. Kept for the backward pass, in what is called a cache:
-# Xhat, s and γ.
+# Xhat, s and γ. The mean of a row is a sum as in card 10, with a column of 1/d in place of ones;
+# `shares` makes it once and keeps it.
 #
 # Shapes at the default sizes:
 #
@@ -1422,9 +1428,15 @@ if __name__ == "__main__": demo(demo_perplexity)
 EPS = 1e-5                                                                  # ε of 20.3
 
 
+@cache
+def shares(d, dtype):
+    """A column (d, 1) of 1/d (card 20)."""
+    return np.full((d, 1), 1 / d, dtype)
+
+
 def row_mean(X):
     """The mean of each row, as a column: (..., d) becomes (..., 1) (card 20)."""
-    return row_sums(X) / X.shape[-1]
+    return unpile(rows(X) @ shares(X.shape[-1], X.dtype), X)
 
 
 def layer_norm_forward(X, gamma, beta):
@@ -2790,10 +2802,11 @@ if __name__ == "__main__": demo(demo_parameter_count)
 #     logits (T, V) = (16, V)
 
 # %%
-def forward(params, ids, config):
+def forward(params, ids, config, last_only=False):
     """logits (..., T, V) and the cache for loss_and_grads, from ids (..., T) (card 45).
 
-    ValueError for more than Tmax ids, none, or an id outside the vocabulary.
+    With last_only the logits (..., 1, V) of the last position alone (card 61). ValueError for more
+    than Tmax ids, none, or an id outside the vocabulary.
     """
     ids = np.asarray(ids)                                                   # (T,)
     T = ids.shape[-1]
@@ -2805,6 +2818,8 @@ def forward(params, ids, config):
     for l in range(config.layers):
         X, cache = block_forward(X, block_params(params, l), config.heads)  # (T, d)  (45.2)
         caches.append(cache)
+    if last_only:
+        X = X[..., -1:, :]                              # the last row, (1, d)
     Xf, lnf = layer_norm_forward(X, params["lnf_g"], params["lnf_b"])       # (T, d)  (45.3)
     logits = linear_forward(Xf, params["head_w"], params["head_b"])         # (T, V)  (45.4)
     return logits, {"ids": ids, "blocks": caches, "lnf": lnf, "Xf": Xf}
@@ -3689,7 +3704,7 @@ def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
     z = np.asarray(logits, np.float64)                                      # (V,)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be 0 or more and finite, got {temperature}")
-    if not np.isfinite(z.max()):                            # nan and +inf reach the maximum
+    if not math.isfinite(z.max()):                          # nan and +inf reach the maximum
         raise ValueError("the model's output is not finite: it has diverged in training")
     if temperature < 1e-6:
         p = np.where(np.arange(z.size) == greedy(z), 1.0, 0.0)              # (V,)
@@ -3703,9 +3718,9 @@ def sample_next(logits, rng, temperature=1.0, top_k=0, top_p=1.0):
     p = next_probabilities(logits, temperature, top_k, top_p)               # (V,)
     if temperature < 1e-6:                                                  #         (56.1)
         return greedy(logits)
-    total = np.cumsum(p)                                                    # (V,)
+    total = p.cumsum()                                                      # (V,)
     r = rng.random() * total[-1]
-    return int(np.searchsorted(total, r, side="right"))                     #         (60.1)
+    return int(total.searchsorted(r, side="right"))                         #         (60.1)
 
 
 def demo_random_choice():
@@ -3752,12 +3767,13 @@ if __name__ == "__main__": demo(demo_random_choice)
 # w is the context, the length of the trained windows, and not Tmax: rows of the position table past
 # it were never trained (see 27.3), and the check of 45.1 alone would let them be read. T in 61.2 is
 # the length of x, which is less than w while the text is short. Only the last row of the logits is
-# used. The list of the caller is not changed.
+# used. In 45.3 and 45.4 each row is treated alone, so `forward` is asked for the last one only, and
+# row -1 of what it returns is z. The list of the caller is not changed.
 #
 # Shapes at the default sizes:
 #
 #     x (T,) = (16,)
-#     logits (T, V) = (16, V)
+#     logits (1, V) = (1, V)
 #     z (V,) = (V,)
 
 # %%
@@ -3770,7 +3786,7 @@ def generate(params, config, ids, n_tokens, rng, temperature=1.0, top_k=0, top_p
         raise ValueError(f"the number of tokens must be 0 or more, got {n_tokens}")
     for _ in range(n_tokens):
         x = np.array(ids[-config.context:])                                 # (T,)    (61.1)
-        logits, _ = forward(params, x, config)                              # (T, V)
+        logits, _ = forward(params, x, config, last_only=True)              # (1, V)
         z = logits[-1]                                                      # (V,)    (61.2)
         ids.append(sample_next(z, rng, temperature, top_k, top_p))          #         (61.3)
     return ids
@@ -4864,11 +4880,10 @@ def run_bench(options):
                           (f"encoding {name}, {len(ids):,} tokens", end - middle)):
         print(f"{what:54}{seconds * 1000:9.0f} ms{len(text) / seconds / 1e6:13.2f} MB/s")
     params = init_params(default, np.random.default_rng(0))
-    start = time.perf_counter()
-    generate(params, default, [1], 1000, np.random.default_rng(0))
-    seconds = time.perf_counter() - start
-    print(f"{'generation, default sizes, 1,000 tokens':54}{seconds * 1000:9.0f} ms"
-          f"{1000 / seconds:13,.0f} tokens/s")
+    rng = np.random.default_rng(0)
+    [token] = milliseconds(lambda: generate(params, default, [1] * default.context, 1, rng))
+    print(f"{'generation of a token, default sizes':54}{token:9.2f} ms"
+          f"{1000 / token:13,.0f} tokens/s")
     with contextlib.suppress(ImportError):          # not on every system
         import resource
         unit = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
