@@ -360,30 +360,31 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 #
 # The rest of the code is for speed. A merge changes only the pairs around the places where it
 # happens, so `f` is counted once, and after that the old terms are taken out of the sum of 2.1 and
-# the new ones put in; `change` collects them. `places` remembers which pre-tokens hold a pair, or
-# held it once. The maximum comes from a heap, a list that hands out its smallest entry cheaply:
-# among entries (-f, pair) that is the most frequent pair, and among equals the smallest pair. When
-# a count changes, the new one is added, and the old entry is dropped when it comes up.
+# the new ones put in; `change` collects them. `places` has for each pair the number of the
+# pre-token at each place where it stands, or stood once; f adds up the counts of those pre-tokens.
+# Where a token stood to the left of a join, it was the neighbour of a, and now it is that of ab;
+# `lefts` and `rights` hold these places. The maximum comes from a heap, a list that hands out its
+# smallest entry cheaply: among entries (-f, pair) that is the most frequent pair, and among equals
+# the smallest pair. When a count changes, the new one is added, and the old entry is dropped when
+# it comes up.
 #
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
 # %%
-def count_pairs(words):
-    """f, {(a, b): count}, over words [(tokens, n), ...] (card 2)."""
-    f = Counter()
-    for tokens, n in words:
+def count_pairs(words, counts):
+    """f, {(a, b): count}, and places, {(a, b): [w, ...]}, of words [tokens, ...] (card 2)."""
+    places = defaultdict(list)
+    for w, tokens in enumerate(words):
         for pair in zip(tokens, tokens[1:]):
-            f[pair] += n                                                    # (2.1)
-    return dict(f)
+            places[pair].append(w)
+    f = {pair: sum(counts[w] for w in ws) for pair, ws in places.items()}   # (2.1)
+    return f, places
 
 
 def learn_merges(word_counts, n_merges):
     """The merges [(a, b), ...] in order, and {pre-token: its tokens after them} (card 2)."""
-    words = [(list(word), n) for word, n in word_counts.items()]
-    f, places = count_pairs(words), defaultdict(list)
-    for w, (tokens, _) in enumerate(words):
-        for pair in zip(tokens, tokens[1:]):
-            places[pair].append(w)
+    words, counts = [list(word) for word in word_counts], list(word_counts.values())
+    f, places = count_pairs(words, counts)
     heap = [(-count, pair) for pair, count in f.items()]
     heapq.heapify(heap)
     merges = []
@@ -394,29 +395,31 @@ def learn_merges(word_counts, n_merges):
         if -count < 2:
             break
         merges.append(best)
-        (a, b), ab, change = best, best[0] + best[1], defaultdict(int)
+        (a, b), ab = best, best[0] + best[1]
+        lefts, rights = defaultdict(list), defaultdict(list)
         for w in dict.fromkeys(places.pop(best)):
-            (tokens, n), i = words[w], 0
+            tokens, i = words[w], 0
             while i < len(tokens) - 1:
                 if tokens[i] == a and tokens[i + 1] == b:
                     tokens[i:i + 2] = [ab]                                  # as 3.1
                     if i > 0:
-                        left = tokens[i - 1]
-                        change[left, a] -= n                                # old term out
-                        change[left, ab] += n                               # new term in
-                        places[left, ab].append(w)
+                        lefts[tokens[i - 1]].append(w)
                     if i + 1 < len(tokens):
-                        right = tokens[i + 1]
-                        change[b, right] -= n                               # old term out
-                        change[ab, right] += n                              # new term in
-                        places[ab, right].append(w)
+                        rights[tokens[i + 1]].append(w)
                 i += 1
-        change[best] = -f[best]                                             # joined everywhere
+        change = Counter({best: -f[best]})                                  # joined everywhere
+        swaps = [((left, a), (left, ab), ws) for left, ws in lefts.items()]
+        swaps += [((b, right), (ab, right), ws) for right, ws in rights.items()]
+        for old, new, ws in swaps:
+            n = sum(counts[w] for w in ws)
+            change[old] -= n                                                # old terms out
+            change[new] += n                                                # new terms in
+            places[new] += ws
         for pair, terms in change.items():
             f[pair] = f.get(pair, 0) + terms                                # (2.1)
             if f[pair] > 1:
                 heapq.heappush(heap, (-f[pair], pair))
-    return merges, {word: tokens for word, (tokens, _) in zip(word_counts, words)}
+    return merges, dict(zip(word_counts, words))
 
 
 def train_bpe(word_counts, n_merges):
@@ -431,16 +434,16 @@ def train_bpe_on_text(text, n_merges):
 
 def demo_pair_frequency():
     e = example(2)
-    f = count_pairs([(list(word), n) for word, n in e.word_counts.items()])
+    f, _ = count_pairs([list(word) for word in e.word_counts], list(e.word_counts.values()))
     print("before any merge, f(a, b):")
     for (a, b), count in sorted(f.items(), key=lambda item: (-item[1], item[0])):
         places = " + ".join(f"{n} in {w!r}" for w, n in e.word_counts.items() if a + b in w)
         print(f"{a!r:>4} {b!r:>4}  {count} = {places}")
     print(f"the best pair is {min(f, key=lambda pair: (-f[pair], pair))}")
-    f = count_pairs([(list("aaab"), 1), (list("lmlm"), 2), (list("aa"), 3)])
+    f, where = count_pairs([list("aaab"), list("lmlm"), list("aa")], [1, 2, 3])
     print("aaab once, lmlm twice, aa three times:")
     for pair, count in f.items():
-        print(f"f{pair} = {count}")
+        print(f"f{pair} = {count}, in words {where[pair]}")
     print(f"(a, a) occurs 2 times in aaab; the best pair is {min(f, key=lambda p: (-f[p], p))}")
 
 
@@ -504,6 +507,8 @@ if __name__ == "__main__": demo(demo_apply_merge)
 # Id 0 stands for anything unknown, such as a character that the training text never held. The
 # characters keep their own ids, because a word that no merge fits must still be spelled. 'New' says
 # that a string gets one id only, even if two merges should spell it, as ab + c and a + bc would.
+# The code takes the characters from the distinct pre-tokens. Those stand in the order in which they
+# were first seen and hold every character of the text, so its characters come in the same order.
 #
 # Shapes: `itos` has V strings. That is the V of the whole book.
 
@@ -537,9 +542,10 @@ class Tokenizer:
 
 def build_tokenizer(text, n_merges):
     """The tokenizer learned from a text: its merges and its vocabulary (card 4)."""
-    merges, tokens_of = learn_merges(count_words(text), n_merges)
-    merged = [a + b for a, b in merges]
-    itos = list(dict.fromkeys([UNK, *dict.fromkeys(text), *merged]))        # (4.1)
+    word_counts = count_words(text)
+    merges, tokens_of = learn_merges(word_counts, n_merges)
+    chars, merged = "".join(word_counts), [a + b for a, b in merges]
+    itos = list(dict.fromkeys([UNK, *chars, *merged]))                      # (4.1)
     tokenizer = Tokenizer(itos, merges)
     for word, tokens in tokens_of.items():
         tokenizer.cache[word] = [tokenizer.stoi[token] for token in tokens]         # as 5.1
