@@ -4011,6 +4011,14 @@ def cores():
     return getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
 
 
+def core_in_use():
+    """{the number of the core that this process runs on}, empty where the system does not say."""
+    try:
+        return {ctypes.CDLL(None).sched_getcpu()}
+    except AttributeError:
+        return set()
+
+
 class SecondProcess:
     """loss_and_grads of two parts, the second in another process at the same time.
 
@@ -4021,7 +4029,7 @@ class SecondProcess:
 
     def __call__(self, first, second):
         """(loss, gradients) of both; the second gradients stay valid until the next call."""
-        (params, *rest), free = second, cores()
+        params, *rest = second
         layout = {name: (W.shape, W.dtype) for name, W in params.items()}
         self.asked += 1
         try:
@@ -4029,16 +4037,14 @@ class SecondProcess:
                 self.begin(params, layout)
             for name, W in params.items():
                 self.params[name][...] = W
-            self.keep_apart(free)
+            self.place(cores() - core_in_use())         # not both on one core
             self.pipe.send((self.asked, rest))
         except OSError:                             # no second process, or it was killed
             self.layout = None
+        answer = loss_and_grads(*first)
         try:
-            answer = loss_and_grads(*first)
-        finally:
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, free)
-        try:
+            if self.layout and not self.pipe.poll(0.002):       # some other program is in its way
+                self.place(core_in_use())
             while self.layout:
                 number, loss = self.pipe.recv()
                 if number == self.asked:            # not left over from a call that failed
@@ -4068,12 +4074,10 @@ class SecondProcess:
         other.close()
         self.layout = layout
 
-    def keep_apart(self, free):
-        """Ask for different cores; after a pause the system may put both processes on one."""
-        with contextlib.suppress(OSError, AttributeError):      # no sched_getcpu in the C library
-            here = {ctypes.CDLL(None).sched_getcpu()}
-            os.sched_setaffinity(self.number, free - here)
-            os.sched_setaffinity(0, here)
+    def place(self, where):
+        """Let the second process run on these cores only, if that is possible."""
+        with contextlib.suppress(OSError, ValueError):
+            os.sched_setaffinity(self.number, where)
 
     def serve(self, pipe):
         """The life of the second process: answer until the first has gone."""
