@@ -60,6 +60,13 @@ except ModuleNotFoundError:
 # writing. No step of it is left to a library: NumPy does arithmetic on arrays, and every formula it
 # carries out stands here.
 #
+# The route of a text through it: each piece, called a token, becomes an id, a whole number (chapter
+# 1). Each id becomes a row of d numbers (chapter 4). The rows pass through L blocks. Each block has
+# attention, which mixes the rows of different positions (chapter 5), and a feed-forward layer,
+# which works on each row alone (chapter 6). Out comes, at each position, a score for each token
+# that might come next. The scores become probabilities, and one token is drawn from them (chapter
+# 10).
+#
 # ## How to read this file
 #
 # The book has ten chapters with 61 sections, called cards. A card takes one step. It says what the
@@ -75,17 +82,20 @@ except ModuleNotFoundError:
 # - Behind a line that makes an array, a comment gives its shape: `# (T, d)` is T rows, d columns.
 # - Shapes are given for one window of text. The code also takes any further axes in front, so the
 #   same function serves a window (T, d) and a batch of windows (B, T, d).
-# - `dX` is always the derivative of the loss by X. It has the shape of X, since each entry of X
-#   has its own derivative.
+# - The loss is one number that says how wrong the model's predictions are.
+# - `dX` is always the derivative of the loss with respect to X, in short, by X. It has the shape of
+#   X, since each entry of X has its own derivative. Taken together, the derivatives of the loss by
+#   all numbers of an array are called its gradient.
+# - A small step against the gradient, each number less a little of its derivative, makes the loss
+#   smaller. Training is many such steps (chapter 8).
 # - A backward function stands beneath its forward function and reads like it upside down.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
-# - The loss is one number that says how wrong the model's predictions are. The derivatives of the
-#   loss by all numbers of an array, together, are called its gradient.
 #
 # Each chapter ends with exercises; the answers stand together at the end of the book. To do one
-# that changes a line, play the demos it concerns before and after, or run `make test`, which shows
-# how each golden file differs. `python tinygpt.py gradcheck` holds all gradients of a random model
-# of two blocks against slopes that are measured, as chapter 7 explains. Then undo the change.
+# that changes a line, play the demos it concerns before and after. Or run `make test` once, and
+# after the change `.venv/bin/python -m pytest -q tests/test_golden.py`, which shows how each golden
+# file differs. `python tinygpt.py gradcheck` holds all gradients of a random model of two blocks
+# against slopes that are measured, as chapter 7 explains. Then undo the change.
 #
 # You need Python and school calculus: the derivatives of sums, products, quotients and powers, of
 # exp and the natural log, and the chain rule. Card 23 also uses an integral and, like card 32, the
@@ -128,12 +138,15 @@ except ModuleNotFoundError:
 # function. V is also the matrix of values in cards 28 to 38. A is the activation in the
 # feed-forward layer and the attention weights in attention. W is a number of windows in chapters 2
 # and 9 and a matrix elsewhere. P is the position table in card 25 and probabilities in card 17. k
-# is the stride in cards 7 and 8, the name of a parameter in cards 51 and 53, how many tokens are
-# kept in card 58, and elsewhere an index. x is a window of ids, in cards 15 and 16 a row of scores.
-# n is a count. At the default sizes B, T and dh happen to be equal; the letters tell them apart. β
-# is the offset of LayerNorm, β1 and β2 are rates of the optimizer. ε is a small positive number. c,
-# e and s are explained where they occur. And `dh` is a width, the only name with a d in front that
-# is not a derivative.
+# is the stride in cards 7 and 8, the name of an array in cards 51 and 53, how many tokens are kept
+# in card 58, and elsewhere an index. x is a window of ids, in cards 15 and 16 a row of scores, in
+# cards 23, 39 and 47 just an input. n is a count, in card 49 the name of an array. a is a token in
+# cards 2 and 3, a size in cards 10 to 12 and a bound in card 23. w is a pre-token in cards 1 and 2,
+# a weight in cards 23 and 50, and the context in card 61. E is the token table and ρ the share of
+# the text that is held out. At the default sizes B, T and dh happen to be equal, and so are Tmax
+# and d, and H and L; the letters tell them apart. β is the offset of LayerNorm, β1 and β2 are rates
+# of the optimizer. ε is a small positive number. c, e and s are explained where they occur. And
+# `dh` is a width: of the names made of d and a quantity, the only one that is no derivative.
 #
 # ## The configuration
 #
@@ -166,19 +179,23 @@ class ModelConfig:
                              f"{self.max_context}: make it smaller, or --max-context larger")
 
 
-BLOCK = ("ln1_g", "ln1_b",                                              # LayerNorm 1
-         "wq", "bq", "wk", "bk", "wv", "bv", "wo", "bo",                # queries ... output
-         "ln2_g", "ln2_b",                                              # LayerNorm 2
-         "ff1_w", "ff1_b", "ff2_w", "ff2_b")                            # feed-forward
+def block_shapes(d, F):
+    """{short name: shape} of the arrays of one block, in their fixed order."""
+    return {"ln1_g": (d,), "ln1_b": (d,),                               # LayerNorm 1
+            "wq": (d, d), "bq": (d,), "wk": (d, d), "bk": (d,),         # queries, keys
+            "wv": (d, d), "bv": (d,), "wo": (d, d), "bo": (d,),         # values, output
+            "ln2_g": (d,), "ln2_b": (d,),                               # LayerNorm 2
+            "ff1_w": (d, F), "ff1_b": (F,), "ff2_w": (F, d), "ff2_b": (d,)}     # feed-forward
+
+
+BLOCK = tuple(block_shapes(1, 1))                                       # the short names
 
 
 def param_shapes(config):
     """{name: shape} of all parameters, in their fixed order."""
     V, Tmax, d, F = config.vocab_size, config.max_context, config.width, config.hidden
-    block = dict(zip(BLOCK, ((d,), (d,), (d, d), (d,), (d, d), (d,), (d, d), (d,), (d, d), (d,),
-                             (d,), (d,), (d, F), (F,), (F, d), (d,))))
     blocks = {f"block{l}.{name}": shape
-              for l in range(config.layers) for name, shape in block.items()}
+              for l in range(config.layers) for name, shape in block_shapes(d, F).items()}
     return {"tok_emb": (V, d), "pos_emb": (Tmax, d), **blocks,
             "lnf_g": (d,), "lnf_b": (d,), "head_w": (d, V), "head_b": (V,)}
 
@@ -198,8 +215,9 @@ def block_params(params, l):
 # and 40, which card 41 explains; and the gradient dY, which is made up. Demos that need other
 # numbers bring their own. What is printed is rounded, while the computation goes on with all
 # digits, so the last digit may differ by one or two when you redo a step with the printed numbers.
-# Where a demo runs the whole model, as in cards 46, 49, 53, 55 and 61, its results would take an
-# evening by hand.
+# Where a demo runs the whole model, as in cards 46, 49, 53, 55 and 61 and at the end of 50, 51 and
+# 56, its results would take an evening by hand. And what a random generator draws, in cards 9 and
+# 23, has to be taken as given.
 #
 # `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
 # file runs as a program, the command line decides (see 'The program' at the end).
@@ -297,7 +315,8 @@ def demo(function):
 # Before pieces are joined, the text is cut into pre-tokens, roughly words, and no token will ever
 # cross such a cut. Without the cut, "e t" might become a token because many words end in e and many
 # begin with t, and the vocabulary would fill up with scraps of two words. A word takes the one
-# blank before it along, so " the" is one pre-token and blanks need none of their own.
+# blank before it along, so " the" is one pre-token, and a single blank before a word needs none of
+# its own.
 #
 # The pattern tries its alternatives from left to right: the endings of English contractions, such
 # as 's; then letters, digits, or other signs, each with at most one blank before; then a run of
@@ -316,7 +335,12 @@ def demo(function):
 # Shapes: none; a text becomes a dict {pre-token: count}.
 
 # %%
-PRE_TOKEN = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+PRE_TOKEN = re.compile(r"'(?:[stmd]|re|ve|ll)"      # endings of contractions
+                       r"| ?[^\W\d_]+"              # letters: what \w stands for, less digits and _
+                       r"| ?\d+"                    # digits
+                       r"| ?(?:[^\s\w]|_)+"         # other signs
+                       r"|\s+(?!\S)"               # blanks, but for one before something else
+                       r"|\s+")                    # that one
 
 
 def count_words(text):
@@ -350,8 +374,8 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 #     (a*, b*) = argmax over (a, b) of f(a, b)                                            (2.2)
 #
 # The best pair is joined everywhere (card 3), which makes a new token, and the counting starts
-# again. The order in which pairs are joined is all that the tokenizer learns. Each join is called a
-# merge.
+# again. The order in which pairs are joined is all that the tokenizer learns, besides the
+# characters (card 4). Each join is called a merge.
 #
 # Two rules are needed where the equations are silent. Among equally frequent pairs the smallest one
 # wins, with (a, b) compared as Python compares tuples of strings. Otherwise the result would depend
@@ -360,13 +384,15 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 #
 # The rest of the code is for speed. A merge changes only the pairs around the places where it
 # happens, so `f` is counted once, and after that the old terms are taken out of the sum of 2.1 and
-# the new ones put in; `change` collects them. `places` has for each pair the number of the
-# pre-token at each place where it stands, or stood once; f adds up the counts of those pre-tokens.
-# Where a token stood to the left of a join, it was the neighbour of a, and now it is that of ab;
-# `lefts` and `rights` hold these places. The maximum comes from a heap, a list that hands out its
-# smallest entry cheaply: among entries (-f, pair) that is the most frequent pair, and among equals
-# the smallest pair. When a count changes, the new one is added, and the old entry is dropped when
-# it comes up.
+# the new ones put in; `change` collects them. `places` has, for each pair, the number of the
+# pre-token for every place where the pair stands, and the first f adds up the counts of these. A
+# place where it no longer stands is not taken out: the loop finds nothing there. A token to the
+# left of a join was the neighbour of a and is now that of ab; one to the right was that of b and is
+# now that of ab. `lefts` and `rights` hold the places of both. In a b a b, the second join takes
+# out the pair (ab, a) that the first has put in. The maximum comes from a heap, a list that hands
+# out its smallest entry cheaply: among entries (-f, pair) that is the most frequent pair, and among
+# equals the smallest pair. When a count changes, the new one is added, and the old entry is dropped
+# when it comes up.
 #
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
@@ -389,15 +415,15 @@ def learn_merges(word_counts, n_merges):
     heapq.heapify(heap)
     merges = []
     while heap and len(merges) < n_merges:
-        count, best = heapq.heappop(heap)                                   # (2.2)
-        if -count != f.get(best):
+        minus_f, best = heapq.heappop(heap)                                 # (2.2)
+        if -minus_f != f.get(best):
             continue                                                        # out of date
-        if -count < 2:
+        if f[best] < 2:
             break
         merges.append(best)
         (a, b), ab = best, best[0] + best[1]
         lefts, rights = defaultdict(list), defaultdict(list)
-        for w in dict.fromkeys(places.pop(best)):
+        for w in dict.fromkeys(places.pop(best)):           # each once, in order
             tokens, i = words[w], 0
             while i < len(tokens) - 1:
                 if tokens[i] == a and tokens[i + 1] == b:
@@ -647,8 +673,8 @@ if __name__ == "__main__": demo(demo_encode_decode)
 # - **1a.** Learn all merges of the text `low low lower` by hand: count the pairs, join the best
 #   one, count again. Mind the blank in front of a pre-token and the rule for ties.
 #
-# - **1b.** Let pairs that occur only once be joined too: in `learn_merges` write `-count < 1` for
-#   `-count < 2` and `f[pair] > 0` for `f[pair] > 1`. Which golden files change?
+# - **1b.** Let pairs that occur only once be joined too: in `learn_merges` write `f[best] < 1` for
+#   `f[best] < 2` and `f[pair] > 0` for `f[pair] > 1`. Which golden files change?
 #
 # - **1c.** Take ` ?` away in front of the letters in `PRE_TOKEN`. Does any text come back changed
 #   from encoding and decoding? How many ids is the text of the running example now?
@@ -795,10 +821,10 @@ if __name__ == "__main__": demo(demo_window_count)
 # %% [markdown]
 # ### 9. Shuffling and batching
 #
-# The gradient of one window is a noisy hint. The mean over a batch of B windows is a steadier one,
-# and matrix products are faster when they are larger. One pass over all windows is an epoch. Each
-# epoch visits the windows in a new random order, because neighbours in the text are alike and
-# should not always come together.
+# The gradient of one window is only a noisy hint at the best step. The mean over a batch of B
+# windows is a steadier one, and matrix products are faster when they are larger. One pass over all
+# windows is an epoch. Each epoch visits the windows in a new random order, because neighbours in
+# the text are alike and should not always come together.
 #
 #     batches per epoch = ⌈W / B⌉                                                       † (9.1)
 #
@@ -816,8 +842,8 @@ def iterate_batches(x, y, batch, rng):
         raise ValueError(f"a batch must have 1 window or more, got {batch}")
     order = np.argsort(rng.random(len(x)), kind="stable")                   # (W,)
     for start in range(0, len(x), batch):
-        rows = order[start:start + batch]                                   # (B,)
-        yield x[rows], y[rows]                                              # (B, T), (B, T)
+        picked = order[start:start + batch]                                 # (B,)
+        yield x[picked], y[picked]                                          # (B, T), (B, T)
 
 
 def demo_batches():
@@ -829,8 +855,8 @@ def demo_batches():
     rng = np.random.default_rng(5)
     for epoch in (1, 2):
         for xb, yb in iterate_batches(x, y, 3, rng):
-            rows = [np.flatnonzero((x == row).all(axis=1))[0].item() for row in xb]
-            print(f"epoch {epoch}  windows {str(rows):10}  x {xb.tolist()}")
+            numbers = [np.flatnonzero((x == row).all(axis=1))[0].item() for row in xb]
+            print(f"epoch {epoch}  windows {str(numbers):10}  x {xb.tolist()}")
             print(f"{'':28} y {yb.tolist()}")
     print(f"B = 1 gives {len(list(iterate_batches(x, y, 1, rng)))} batches")
     refused(lambda batch: len(list(iterate_batches(x, y, batch, rng))), 0)
@@ -875,12 +901,12 @@ if __name__ == "__main__": demo(demo_batches)
 #
 # Rows do not see each other in a matrix product. So all windows of a batch can be piled up into one
 # tall matrix and multiplied at once, which is far faster than one product for each window. `rows`
-# makes that pile, and `unpile` takes the result apart again. Where the numbers lie in order, they
-# copy nothing and only look at them differently.
+# makes that pile, and `unpile` takes the result apart again. Where the numbers lie in order in
+# memory, neither copies them; both only look at them differently.
 #
 # A sum is a matrix product too: a column of ones on the right adds up each row, a row of ones on
-# the left adds up each column. This is the 1 of the equations, and for the arrays of a batch faster
-# than NumPy's own sum. `ones` makes each such column once and keeps it.
+# the left adds up each column. This is the 1 of the equations, and for the arrays of a batch it is
+# faster than NumPy's own sum. `ones` makes each such column once and keeps it.
 #
 # Shapes at the default sizes:
 #
@@ -945,7 +971,7 @@ if __name__ == "__main__": demo(demo_matmul)
 #
 #     Y = X W + 1 bᵀ                                                                     (11.1)
 #
-# Shapes at the default sizes, for the layer that feeds the hidden layer:
+# Shapes at the default sizes, for the first layer of the feed-forward network (card 39):
 #
 #     X (T, d) = (16, 32)
 #     W (d, F) = (32, 128)
@@ -982,18 +1008,19 @@ if __name__ == "__main__": demo(demo_linear)
 #
 # Now the chain rule adds up all outputs that each of them touches.
 #
-# The weight W_kj touches column j of Y, in every row t, and no other column: dW_kj = Σ_t dY_tj
-# X_tk. The sum over t with k first and j second is a matrix product whose left factor is X turned
-# on its side:
+# The weight W_kj touches column j of Y, in every row t, and no other column: dW_kj = Σ_t X_tk
+# dY_tj. Turn X on its side, so that X_tk is entry (k, t) of Xᵀ. Then dW_kj = Σ_t (Xᵀ)_kt dY_tj,
+# which is 10.1 for the product of Xᵀ and dY:
 #
 #     dW = Xᵀ dY                                                                         (12.2)
 #
-# The bias b_j touches column j too, in every row, with factor 1: db_j = Σ_t dY_tj.
+# The bias b_j touches column j too, in every row, with factor 1: db_j = Σ_t dY_tj. With dY_t for
+# row t of dY:
 #
 #     db = Σ_t dY_t                                                                      (12.3)
 #
-# The input X_tk touches row t of Y, in every column j: dX_tk = Σ_j dY_tj W_kj. The sum over j runs
-# along the rows of W, so W is turned on its side:
+# The input X_tk touches row t of Y, in every column j: dX_tk = Σ_j dY_tj W_kj = Σ_j dY_tj (Wᵀ)_jk,
+# which is 10.1 for dY and Wᵀ:
 #
 #     dX = dY Wᵀ                                                                         (12.4)
 #
@@ -1002,7 +1029,7 @@ if __name__ == "__main__": demo(demo_linear)
 # batch the sums run over the rows of all windows, because one W serves them all. The backward pass
 # needs X and W, but not Y.
 #
-# Shapes at the default sizes, for the layer that feeds the hidden layer:
+# Shapes at the default sizes, for the first layer of the feed-forward network (card 39):
 #
 #     dY (T, F) = (16, 128)
 #     dW (d, F) = (32, 128)
@@ -1136,24 +1163,25 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # A score of -∞ gets exactly probability 0. The largest score of a row must be finite.
 #
-# Fresh memory for a large array costs a computer more than the arithmetic on it. So from here on,
-# where an array is no longer needed, the next one takes its place: `out=e` writes into e, and `/=`
-# divides e itself. Unless its docstring says so, a function does this only to arrays that it has
-# made itself.
+# Fresh memory for a large array costs a computer more than the arithmetic on it. So where an array
+# is no longer needed, the next one takes its place, as Y + b took that of Y in card 11: `out=e`
+# writes the result into e. Unless its docstring says so, a function does this only to arrays that
+# it has made itself.
 #
 # Shapes at the default sizes, as attention uses it in chapter 5, with a row of scores for each of H
 # heads and T positions:
 #
 #     x (H, T, T) = (2, 16, 16)
 #     e (H, T, T) = (2, 16, 16)
+#     p (H, T, T) = (2, 16, 16)
 
 # %%
 def softmax_forward(x):
     """Probabilities p along the last axis of the scores x, of the same shape (card 15)."""
     e = x - x.max(axis=-1, keepdims=True)                                   # (H, T, T)
     np.exp(e, out=e)                                                        # (H, T, T)  (15.1)
-    e /= row_sums(e)                                                        # (H, T, T)  (15.2)
-    return e
+    p = np.divide(e, row_sums(e), out=e)                                    # (H, T, T)  (15.2)
+    return p
 
 
 def demo_softmax():
@@ -1194,9 +1222,9 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 # In words: what counts is how much more a probability raises the loss than the average one does,
 # where the average is taken under p. So a gradient that is the same for all probabilities does
-# nothing: they cannot all rise. And dx sums to 0 along each row: Σ_j p_j dp_j minus Σ_j p_j times
-# the average, and Σ_j p_j is 1. The matrix of 16.1 is never built. Only the output p is needed, not
-# the scores.
+# nothing: they cannot all rise. And each row of dx sums to 0: its sum is Σ_j p_j dp_j, which is the
+# average, less Σ_j p_j times the average, and Σ_j p_j is 1. Only the demo builds the matrix of
+# 16.1. The backward pass needs the output p and not the scores.
 #
 # Shapes at the default sizes, where attention uses it:
 #
@@ -1236,8 +1264,8 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # How wrong is a prediction? At each position the model gives one score, a logit, for each of the V
 # tokens. The text says which token came next, the target y_t. The loss is minus the logarithm of
 # the probability that the model gave to that token: 0 if it was certain and right, large if it
-# found the token unlikely. Adding logarithms multiplies probabilities, so the sum over a text is
-# minus the logarithm of the probability of the whole text.
+# found the token unlikely. The log of a product is the sum of the logs, so the losses of all tokens
+# of a text add up to minus the log of the probability of the whole text.
 #
 #     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
 #     logp_tv = z_tv - log Σ_k exp(z_tk)                                                 (17.2)
@@ -1250,8 +1278,9 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # 17.3 takes the mean over all positions, so the loss does not depend on how much text it saw. P is
 # kept for the backward pass.
 #
-# The code saves work in two places. It needs logp only at the targets. And it does not raise e to
-# logp, since e^(z - log S) = e^z / S, and e^z is already there.
+# The code saves work in two places. It needs logp only at the targets, and picks z there before e
+# takes its place. And it does not raise e to logp, since e^(z - log S) = e^z / S, and e^z is
+# already there.
 #
 # Shapes at the default sizes:
 #
@@ -1302,7 +1331,8 @@ def demo_cross_entropy():
     show("logits", logits, digits=2)
     show("P", P, digits=2)
     show("y", e.y, digits=0)
-    print(f"loss = {loss:.4f}")
+    terms = " + ".join(f"{-math.log(p):.4f}" for p in P[np.arange(3), e.y])
+    print(f"loss = ({terms}) / 3 = {loss:.4f}")
 
 
 if __name__ == "__main__": demo(demo_cross_entropy)
@@ -1326,11 +1356,10 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 #
 #     dlogits = (P - onehot(y)) / T                                                      (18.2)
 #
-# In words: a step against it pushes the target's logit up, in proportion to what its probability
-# lacks to 1, and every other logit down, in proportion to the probability it was wrongly given.
-# Each row sums to 0. With a batch, T in 18.2 is the number of all positions, because the mean in
-# 17.3 is over all of them. The multiplication by 1/n makes a new array, so P, which belongs to the
-# caller, stays as it is.
+# In words: a step against this gradient pushes the target's logit up, in proportion to 1 - P, and
+# every other logit down, in proportion to its P. Each row sums to 0. With a batch, T in 18.2 is the
+# number of all positions, because the mean in 17.3 is over all of them. The multiplication by 1/n
+# makes a new array, so P, which belongs to the caller, stays as it is.
 #
 # Shapes at the default sizes:
 #
@@ -1374,8 +1403,8 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 #
 #     perplexity = exp(loss)                                                             (19.1)
 #
-# Take exp of the mean loss. The mean of the exponentials would be another, larger number.
-# Logarithms are natural throughout the book.
+# Take exp of the mean loss. The mean of the exponentials would be another number, larger unless all
+# losses are equal. Logarithms are natural throughout the book.
 #
 # Shapes: one number gives one number.
 
@@ -1548,6 +1577,7 @@ def demo_layernorm_derivation():
         return (f(up) - f(down)) / (2 * h)
 
     mu, s = x.mean(), s.item()
+    print("measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001, one x_j at a time")
     print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}; now X_3 = 10 moves")
     print(f"(21.2) mean      formula {1 / d:.4f}   measured {slope(np.mean, 3):.4f}")
     print(f"(21.3) variance  formula {2 / d * (x[3] - mu):.4f}   measured {slope(np.var, 3):.4f}")
@@ -1555,7 +1585,7 @@ def demo_layernorm_derivation():
           f"{slope(lambda row: 1 / np.sqrt(row.var() + EPS), 3):.4f}")
     matrix = s * (np.eye(d) - 1 / d - np.outer(Xhat, Xhat) / d)             # (4, 4)  as 21.5
     measured = np.array([slope(lambda row: layer_norm_forward(row, gamma, 0 * row)[0], j)
-                         for j in range(d)]).T
+                         for j in range(d)]).T                              # column j: x_j moved
     show("Xhat", Xhat)
     show("21.5", matrix)
     show("measured", measured)
@@ -1563,7 +1593,6 @@ def demo_layernorm_derivation():
     show("21.6, γ = 1", dY @ matrix)
     loss = lambda row: (dY * layer_norm_forward(row, gamma, 0 * row)[0]).sum()
     show("measured", np.array([slope(loss, j) for j in range(d)]))
-    print("measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001, one x_j at a time")
 
 
 if __name__ == "__main__": demo(demo_layernorm_derivation)
@@ -1572,8 +1601,7 @@ if __name__ == "__main__": demo(demo_layernorm_derivation)
 # ### 22. LayerNorm, backward
 #
 # The result of the derivation, as code. The means run along a row, over its d features. The sums
-# for γ and β run over the rows, since all rows share them. Both means are taken of dXhat, not of
-# dY.
+# for γ and β run over the rows, since all rows share them. Both means use dXhat, not dY.
 #
 #     dXhat_ti = dY_ti γ_i                                                               (22.1)
 #     dX_tj = s_t (dXhat_tj - mean_i(dXhat_ti) - Xhat_tj mean_i(dXhat_ti Xhat_ti))       (22.2)
@@ -1630,15 +1658,16 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # %% [markdown]
 # ### 23. Xavier uniform initialisation
 #
-# Weights must start out random, or all columns of a hidden matrix would get the same gradient and
-# stay the same for ever. How large should they be? Let fan_in be the number of rows of W and
-# fan_out the number of columns. An entry of X W is a sum of fan_in products x w. Take x and w as
-# random, independent, with mean 0; the variance is then the mean of the square. The mean of x² w²
-# is the mean of x² times the mean of w², so a product has variance Var(x) Var(w), and the sum of
-# independent ones has fan_in Var(x) Var(w). To keep the size of the signal going forward, Var(w)
-# should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out numbers, which asks for
-# 1/fan_out. Unless W is square, both cannot hold at once, so the variance is put between them: 2 /
-# (fan_in + fan_out). This choice is named after Xavier Glorot.
+# Weights must start out random. If all entries of every matrix started equal, all columns of
+# `ff1_w`, say, would get the same gradient at every step and stay equal for ever. How large should
+# they be? Let fan_in be the number of rows of W and fan_out the number of columns. An entry of X W
+# is a sum of fan_in products x w. Take x and w as random, independent, with mean 0; the variance is
+# then the mean of the square. The mean of x² w² is the mean of x² times the mean of w², so a
+# product has variance Var(x) Var(w), and the sum of independent ones has fan_in Var(x) Var(w). To
+# keep the size of the signal going forward, Var(w) should be 1/fan_in. Going backward, dX = dY Wᵀ
+# sums over fan_out numbers, which asks for 1/fan_out. Unless W is square, both cannot hold at once,
+# so the variance is put between them: 2 / (fan_in + fan_out). This choice is named after Xavier
+# Glorot.
 #
 # A uniform distribution U[-a, a] gives each number between -a and a the same chance. Its variance
 # is the mean of w² over that interval: the integral of w² from -a to a, which is 2a³/3, divided by
@@ -1681,7 +1710,8 @@ if __name__ == "__main__": demo(demo_xavier)
 # - **3a.** Make db a mean: divide `column_sums(dY)` in 12.3 by `len(rows(dY))`. Then run
 #   `python tinygpt.py gradcheck`. Which arrays are wrong, and why is bk not among them?
 #
-# - **3b.** Leave the maximum out of 15.1. Which golden files change, and why no others?
+# - **3b.** Leave the maximum out of 15.1: write `x.copy()`, since the next line overwrites it.
+#   Which golden files change, and why no others?
 #
 # - **3c.** Write GELU as a new card. GPT-2 uses gelu(x) = x/2 · (1 + tanh u) with u = √(2/π) (x +
 #   0.044715 x³). Derive its backward pass, then write both functions. (The slope of tanh u is 1 -
@@ -1744,9 +1774,10 @@ if __name__ == "__main__": demo(demo_token_embedding)
 #     (P[:T])_t = P_t,  t = 0, ..., T-1                                                  (25.1)
 #
 # The position counts from the start of the window, not of the text. A shorter sequence uses fewer
-# rows. The table has Tmax rows and training windows have T, so with T < Tmax the rows from T on are
-# never trained. They hold nothing but their random start, shrunk a little by weight decay (card
-# 50), and must not be read when the model writes (card 61).
+# rows. Tmax is the longest sequence that the model accepts, and T the length of its training
+# windows, which may be smaller. Then the rows from T on are never trained. They hold nothing but
+# their random start, shrunk a little by weight decay (card 50), and must not be read when the model
+# writes (card 61).
 #
 # Shapes at the default sizes; P is `pos_emb`:
 #
@@ -1825,9 +1856,8 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # must all be added. So the positions are sorted by their id. Then those of one token stand side by
 # side, each run of them begins where the sorted ids change, and `np.add.reduceat` adds up the rows
 # of each run: that is the sum of 27.2. The sort is stable, which means that equal ids keep their
-# order, so the order of the sum is fixed.
-#
-# `prepend=-1` lets the first id begin a run too.
+# order, so the order of the sum is fixed. `np.diff` gives the steps from each id to the next;
+# `prepend=-1` puts a -1 in front, so that the first id begins a run too.
 #
 # The position row P_t is added at position t only, so it gets dX(0)_t. With a batch, a token row
 # collects from all windows, and a position row from the same position of all windows: seen as one
@@ -1860,6 +1890,9 @@ def demo_embedding_backward():
     params = {"tok_emb": np.zeros((4, 2)), "pos_emb": np.zeros((5, 2))}
     d_tok_emb, d_pos_emb = embed_backward(dX0, ids, params)
     show("ids", ids)
+    sorted_ids = np.sort(ids, axis=None)                                    # (6,)
+    show("sorted", sorted_ids)
+    show("runs from", np.flatnonzero(np.diff(sorted_ids, prepend=-1)))
     show("dX0", dX0, digits=1)
     show("d_tok_emb", d_tok_emb, digits=1)
     print("token 2 stands in three places: 1 + 4 + 8 = 13; token 3 in none")
@@ -1885,11 +1918,11 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 # %% [markdown]
 # ## Chapter 5. Attention
 #
-# So far each position knows only its own token. To predict what comes after "the sea", a position
-# must look back at others. Attention is that look: each position asks a question, compares it with
-# a label that every position up to itself offers, and takes a mixture of what those positions have
-# to say, weighted by how well the labels fit. Every part of it, question, label and content, is a
-# linear layer of the row at hand, so it can be learned.
+# So far each position knows only its own token and place. To predict what comes after "the sea", a
+# position must look back at others. Attention is that look: each position asks a question, compares
+# it with a label that every position up to itself offers, and takes a mixture of what those
+# positions have to say, weighted by how well the labels fit. Question, label and content are each
+# what a linear layer makes of the position's own row, so they can be learned.
 
 # %% [markdown]
 # ### 28. Q, K, V projections (forward)
@@ -1905,9 +1938,11 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 #
 # From here to card 38, V is this matrix of values and not the size of the vocabulary.
 #
-# Shapes at the default sizes; wk and wv are like wq, K and V like Q:
+# Shapes at the default sizes; wk and wv are like wq, bk and bv like bq:
 #
 #     Xn (T, d) = (16, 32)
+#     wq (d, d) = (32, 32)
+#     bq (d,) = (32,)
 #     Q (T, d) = (16, 32)
 #     K (T, d) = (16, 32)
 #     V (T, d) = (16, 32)
@@ -1923,10 +1958,10 @@ def project_qkv(Xn, block):
 
 def demo_qkv():
     e = example(28)
+    print("Xn is LN1(X0) of demo 20")
     show("Xn", e.Xn)
-    for kind in "wb":
-        show(f"{kind}q, {kind}k", np.hstack([e.block[f"{kind}q"], e.block[f"{kind}k"]]), digits=1)
-        show(f"{kind}v", e.block[f"{kind}v"], digits=1)
+    for name in ("wq", "wk", "wv", "bq", "bk", "bv"):
+        show(name, e.block[name], digits=1)
     Q, K, V = project_qkv(e.Xn, e.block)
     show("Q", Q)
     show("K", K)
@@ -1999,10 +2034,10 @@ if __name__ == "__main__": demo(demo_heads)
 #
 #     Qh, Kh, Vh = split(Q, H), split(K, H), split(V, H)                                 (30.1)
 #
-# It takes two steps. The reshape cuts each row into H pieces of dh numbers, (T, d) to (T, H, dh):
-# that is 29.2. The swap of axes brings the head to the front. Reshaping straight to (H, T, dh)
-# would give the right shape and wrong contents: it would deal out positions to the heads, where
-# columns are meant.
+# `split_heads` takes two steps. The reshape cuts each row into H pieces of dh numbers, (T, d) to
+# (T, H, dh): that is 29.2. The swap of axes brings the head to the front. Reshaping straight to (H,
+# T, dh) would give the right shape and wrong contents: it would deal out positions to the heads,
+# where columns are meant.
 #
 # Shapes at the default sizes:
 #
@@ -2085,9 +2120,10 @@ if __name__ == "__main__": demo(demo_scores)
 #
 #     S = Qh Khᵀ / √dh                                                                   (32.1)
 #
-# It is the root of dh, the width of a head, not of d. The code divides Qh, not the product: each
-# score is a sum of products with one entry of Qh each, and Qh is the smaller array. `math.sqrt`
-# gives a Python float, which leaves a float32 array in float32; np.sqrt would not.
+# It is the root of dh, the width of a head, not of d. The code multiplies Qh by 1/√dh, and not the
+# product: each score is a sum of products with one entry of Qh each, so it comes out the same, and
+# where dh is less than T there is less to do. `math.sqrt` gives a Python float, which leaves a
+# float32 array in float32; the scalar of np.sqrt would not, from NumPy 2 on.
 #
 # Shapes at the default sizes:
 #
@@ -2325,10 +2361,10 @@ if __name__ == "__main__": demo(demo_output_projection)
 # %% [markdown]
 # ### 38. Attention backward
 #
-# Every step of the forward pass is an operation whose backward rule is known. Going upside down:
-# the output projection, the merge, the mixture, the softmax, the scaling, the dot products, the
-# split, the three projections. Arrays of all heads are worked on at once, and every transpose swaps
-# the last two axes.
+# Every step of the forward pass is an operation whose backward rule is known. dOut, the gradient of
+# the output of attention, is given. Going upside down: the output projection, the merge, the
+# mixture, the softmax, the scaling, the dot products, the split, the three projections. Arrays of
+# all heads are worked on at once, and every transpose swaps the last two axes.
 #
 # The output projection is a linear layer with input O (12.2 to 12.4). Merging only moves numbers to
 # other places, so on the way back the gradients are moved back: the backward of merge is split, and
@@ -2348,26 +2384,29 @@ if __name__ == "__main__": demo(demo_output_projection)
 # at it, as much as it was looked at; so a mistake late in the window teaches early tokens. dA_ij is
 # the dot product of (dOh)_i and (Vh)_j: how the loss would change if i looked more at j.
 #
-# The softmax is 16.2 on each row of scores. dA has numbers above the diagonal too, as if i might
-# look at later keys. The mask needs no step of its own: where A is 0, the factor A in front makes
-# the gradient 0.
+# The softmax is 16.2 on each row of scores; row i of A is its p, and k runs over the keys in the
+# sum. dA has numbers above the diagonal too, as if i might look at later keys. The mask needs no
+# step of its own. For j ≤ i it added 0, so the gradient of the masked score is that of the score.
+# For j > i the gradient must be 0, and it is, since A is 0 there and stands in front as a factor.
 #
 #     dS_ij = A_ij (dA_ij - Σ_k A_ik dA_ik)                                              (38.6)
 #     A_ij = 0  ⇒  dS_ij = 0                                                           † (38.7)
 #
 # The scores of a head are S_ij = Σ_c (Qh)_ic (Kh)_jc / √dh. So ∂S_ij/∂(Qh)_ic = (Kh)_jc / √dh, and
-# the query entry (Qh)_ic touches the scores of row i, with all keys j: a sum along the row of dS.
-# Likewise ∂S_ij/∂(Kh)_jc = (Qh)_ic / √dh, and the key entry touches column j, with all queries i: a
-# sum down the column of dS.
+# the query entry (Qh)_ic touches the scores of row i, with all keys j. The chain rule adds them up:
+# (dQh)_ic = Σ_j dS_ij (Kh)_jc / √dh, row i of dS times column c of Kh. Likewise ∂S_ij/∂(Kh)_jc =
+# (Qh)_ic / √dh, and the key entry touches column j, with all queries i: (dKh)_jc = Σ_i dS_ij
+# (Qh)_ic / √dh. This sum runs over the first index of dS, so dS is turned on its side.
 #
 #     dQh = dS Kh / √dh                                                                  (38.8)
 #     dKh = dSᵀ Qh / √dh                                                                 (38.9)
 #     dQ, dK, dV = merge(dQh), merge(dKh), merge(dVh)                                    (38.10)
 #
-# In words: row i of dQh is a mixture of keys, row j of dKh a mixture of queries, both with the
-# numbers of dS. Since each row of dS sums to 0, a query is moved towards some keys and away from
-# others. Position 0 can only look at itself, with weight 1 whatever it asks, so its query gets no
-# gradient. Its key and its value do: all later positions may look at them.
+# The code divides dS by √dh once, for both, and calls it dQK, the gradient of Qh Khᵀ. In words: row
+# i of dQh is a mixture of keys, row j of dKh a mixture of queries, both with the numbers of dS.
+# Since each row of dS sums to 0, a query is moved towards some keys and away from others. Position
+# 0 can only look at itself, with weight 1 whatever it asks, so its query gets no gradient. Its key
+# gets one from all later positions, its value from these and from position 0 itself.
 #
 # The three projections are linear layers with one common input; r stands for q, k, v, and dM_q is
 # dQ and so on. Xn is used three times, so three gradients add up:
@@ -2406,9 +2445,9 @@ def attention_backward(dOut, cache, block):
     dVh = A.swapaxes(-1, -2) @ dOh                                          # (H, T, dh)  (38.4)
     dA = dOh @ Vh.swapaxes(-1, -2)                                          # (H, T, T)   (38.5)
     dS = softmax_backward(A, dA)                                            # (H, T, T)   (38.6)
-    dS *= 1 / math.sqrt(dh)                                                 # for 38.8 and 38.9
-    dQh = dS @ Kh                                                           # (H, T, dh)  (38.8)
-    dKh = dS.swapaxes(-1, -2) @ Qh                                          # (H, T, dh)  (38.9)
+    dQK = np.multiply(dS, 1 / math.sqrt(dh), out=dS)                        # (H, T, T)
+    dQh = dQK @ Kh                                                          # (H, T, dh)  (38.8)
+    dKh = dQK.swapaxes(-1, -2) @ Qh                                         # (H, T, dh)  (38.9)
     dQ, dK, dV = merge_heads(dQh), merge_heads(dKh), merge_heads(dVh)       # (T, d)      (38.10)
     dXq, dwq, dbq = linear_backward(dQ, Xn, block["wq"])                    # (38.11) (38.12)
     dXk, dwk, dbk = linear_backward(dK, Xn, block["wk"])                    # (38.11) (38.12)
@@ -2425,11 +2464,12 @@ def demo_attention_backward():
     dA = dOh @ e.Vh[0].T
     dS = softmax_backward(e.A[0], dA)
     dQh, dKh, dVh = dS @ e.Kh[0] / math.sqrt(2), dS.T @ e.Qh[0] / math.sqrt(2), e.A[0].T @ dOh
-    print("dOut as in demo 40; Xn and the w: 28, 37; Qh: 30, Kh: 31, A: 34, Vh: 35; head 0:")
+    print("dOut is in demo 40, Xn in 28, Qh in 30, Kh in 31, A in 34, Vh in 35, O in 36,")
+    print("the matrices in 28 and 37. First head 0:")
     show("dOh", dOh)
     show("dA", dA)
     show("dS", dS)
-    print("two columns each of dQh, dKh and dVh:")
+    print("dQh, dKh and dVh, two columns each:")
     show("", np.hstack([dQh, dKh, dVh]))
     sum_of = lambda a, b: " + ".join(f"({number(x, 4)})({number(y, 4)})" for x, y in zip(a, b))
     (a, b, _), (da, db, _) = e.A[0, 1], dA[1]
@@ -2455,7 +2495,7 @@ if __name__ == "__main__": demo(demo_attention_backward)
 # ### Exercises of chapter 5
 #
 # - **5a.** Drop the factor 1/√dh from 32.1. Which golden files change, and why only those? What
-#   does `python tinygpt.py gradcheck` say, and how do you make it content again?
+#   does `python tinygpt.py gradcheck` say, and which other line must change before it passes again?
 #
 # - **5b.** Make the mask strict, j < i: write 0 for the 1 at the end of the line in `later_keys`.
 #   What does position 0 now attend to?
@@ -2467,8 +2507,9 @@ if __name__ == "__main__": demo(demo_attention_backward)
 # ## Chapter 6. Transformer
 #
 # Attention moves information between positions. A feed-forward network works on each position
-# alone. One of each makes a block, blocks are stacked, and that stack with tables in front and a
-# head at the end is the whole model, called a transformer.
+# alone. One of each, with a LayerNorm before it, makes a block. Blocks are stacked. The tables
+# stand in front of them, a last LayerNorm and a linear layer that gives the scores of the next
+# token behind them, and that is the whole model, called a transformer.
 
 # %% [markdown]
 # ### 39. Feed-forward network, forward
@@ -2530,8 +2571,9 @@ if __name__ == "__main__": demo(demo_ffn)
 #     dW1 = Xnᵀ dZ                                                                       (40.6)
 #     db1 = 1ᵀ dZ                                                                        (40.7)
 #
-# dOut is the gradient of this layer's output Ff. A hidden number that was silent gets no gradient,
-# and its column of W1 learns nothing from this position. Kept from the forward pass: Xn, Z and A.
+# dOut is the gradient of this layer's output Ff. Where a hidden number was silent, dZ is 0 whatever
+# dA is. So its column of W1 learns nothing from this position, by 40.6, and its row of W2 neither,
+# by 40.2, since A is 0 there. Kept from the forward pass: Xn, Z and A.
 #
 # Shapes at the default sizes:
 #
@@ -2574,8 +2616,9 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 #
 # A block does not replace X, it adds to X. What attention finds is added to the row, then what the
 # feed-forward network makes of that is added too. The row is like a sheet that is handed from block
-# to block, and each may write on it. The path along the sheet is called the residual connection. It
-# also lets gradients travel back through many blocks without being weakened (card 42).
+# to block, and each may write on it. The path on which X itself reaches the sum, past the branch,
+# is called the residual connection. It also lets gradients travel back through many blocks without
+# being weakened (card 42).
 #
 #     Xn = LN1(X)                                                                        (41.1)
 #     Att = Attention(Xn)                                                                (41.2)
@@ -2586,10 +2629,10 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 #     X1 = X + Attention(LN1(X)),  Y = X1 + FFN(LN2(X1))                               † (41.7)
 #
 # Attention and feed-forward layer, each with its LayerNorm, are called branches. The normalisation
-# comes at the start of each branch, never on the residual path; that is meant by pre-LN. The first
-# transformer normalised after the sum. Then the residual path itself ran through a LayerNorm at
-# each step, gradients shrank on the way down, and training had to start with very small steps. Here
-# the sum takes X and X1 as they are.
+# comes at the start of each branch, never on the residual path; that is what pre-LN means. The
+# first transformer normalised after the sum, so its residual path ran through a LayerNorm at each
+# step. Gradients shrank on the way down, and training had to start with very small steps. Here the
+# sum takes X and X1 as they are.
 #
 # Shapes at the default sizes; Xn, Att, X1, Xn2 and Ff are like X:
 #
@@ -2651,8 +2694,11 @@ if __name__ == "__main__": demo(demo_block)
 #
 #     Y = X1 + Ff(X1)  ⇒  dX1 = dY (I + ∂Ff/∂X1) = dY + dY ∂Ff/∂X1                     † (42.8)
 #
-# The first term is dY itself, at full strength. The second is what 42.1 and 42.2 compute. With many
-# blocks, many such brackets are multiplied; multiplied out, one term is always dY alone. Some
+# The first term is dY itself, at full strength. The second is what 42.1 and 42.2 compute: by the
+# chain rule ∂Ff/∂X1 is the matrix of FFN times that of LN2; 42.1 multiplies dY by the one, 42.2 the
+# result by the other, and neither matrix is ever built. In the same way X1 = X + Att(X) gives dX =
+# dX1 (I + ∂Att/∂X), which is 42.4 to 42.6. So dX = dY (I + ∂Ff/∂X1)(I + ∂Att/∂X). A block puts two
+# such brackets behind dY, and L blocks put 2L. Multiplied out, one term is always dY alone. Some
 # gradient reaches the first block undiminished, and that is why deep stacks can be trained.
 #
 # Shapes at the default sizes; all seven gradients have the shape of X:
@@ -2704,9 +2750,10 @@ if __name__ == "__main__": demo(demo_residual_backward)
 # %% [markdown]
 # ### 43. Starting values of the parameters
 #
-# Matrices start random (card 23), both embedding tables included. Biases and the offsets of
-# LayerNorm start at 0, so that nothing is preferred. Gains start at 1, so that LayerNorm starts as
-# plain normalisation; gains of 0 would silence the branch behind it.
+# Matrices start random (card 23), both embedding tables included. Rows of a table are looked up and
+# not added up, so for them the rule of card 23 has no deeper reason; it just gives small numbers.
+# Biases and the offsets of LayerNorm start at 0, so that nothing is preferred. Gains start at 1, so
+# that LayerNorm starts as plain normalisation; gains of 0 would silence the branch behind it.
 #
 #     W ~ Xavier uniform,  b = 0,  γ = 1,  β = 0                                         (43.1)
 #
@@ -2845,8 +2892,8 @@ def demo_model_forward():
     show("logits", logits, digits=2)
     show("P", P, digits=2)
     show("y", e.y)
-    chosen = P[np.arange(3), e.y]
-    print(f"P of the targets: {chosen[0]:.4f}, {chosen[1]:.4f}, {chosen[2]:.4f}")
+    terms = " + ".join(f"{-math.log(p):.4f}" for p in P[np.arange(3), e.y])
+    print(f"minus the logs of P of the targets: ({terms}) / 3 =")
     print(f"loss {loss:.4f}, perplexity {perplexity(loss):.2f} (an even guess: 10)")
     lengths = [len(forward(e.params, [1] * T, e.config)[0]) for T in (1, 5)]
     print(f"sequences of 1 and 5 ids give {lengths[0]} and {lengths[1]} rows of logits")
@@ -2938,22 +2985,25 @@ if __name__ == "__main__": demo(demo_model_backward)
 #
 # A wrong backward pass does not crash. The model may even learn, only worse, and nobody knows why.
 # But there is a second way to find a derivative, slow and independent: move one number a little and
-# see how the loss changes. This chapter holds the gradients of all arrays against that.
+# see how the loss changes. This chapter holds the gradients of all arrays against slopes that are
+# measured so.
 
 # %% [markdown]
 # ### 47. Central difference
 #
-# The derivative is the slope of the loss along one number x_i. Two points, a step h to either side,
-# give it nearly. e_i is the vector with a 1 at place i and zeros elsewhere.
+# Call the loss f, as a function of an array x. The derivative is its slope along one number x_i,
+# and g_i is that slope as measured. Two points, a step h to either side, give it nearly. e_i is the
+# vector with a 1 at place i and zeros elsewhere.
 #
 #     g_i = (f(x + h e_i) - f(x - h e_i)) / (2h)                                         (47.1)
 #
 # Why two sides? By Taylor's formula, f(x ± h) = f ± h f' + h²/2 f'' ± h³/6 f''' and so on. In the
 # difference the terms with f and f'' cancel, and dividing by 2h leaves f' + h²/6 f''': the error is
 # of the size h². With one side, f'' stays and the error is of the size h. A smaller h is not always
-# better. float64 numbers are rounded at about 16 digits, so f carries an error near 1e-16, which is
-# divided by 2h. The two errors, h² and 1e-16 / h, are equal where h³ = 1e-16, a little below 1e-5.
-# float32 numbers have about 7 digits, and no h leaves enough of them; so checks run in float64.
+# better. float64 numbers are rounded at about 16 digits, so an f of size 1 carries an error near
+# 1e-16, which is divided by 2h. Constant factors left aside, the two errors, h² and 1e-16 / h, are
+# equal where h³ = 1e-16, a little below 1e-5. float32 numbers have about 7 digits, and no h leaves
+# enough of them; so checks run in float64.
 #
 # Shapes:  x of any shape gives g of the same shape.
 
@@ -3029,11 +3079,13 @@ if __name__ == "__main__": demo(demo_relative_error)
 #                s = 1, ..., samples                                                     (49.1)
 #
 # n is the name of an array θ_n, and i_s the place of the s-th drawn entry. Of the two tables only
-# rows that the window uses are drawn: the others have gradient 0 on both sides and prove nothing.
-# The floor of 48.1 is set to 1e-6 here, which lies far above the noise and far below the gradients
-# that matter. Where the move by h carries the input of a ReLU across 0, the two points lie on
-# different sides of the bend, and the quotient is not the slope. The running example has no input
-# that near to 0.
+# rows that the window uses are drawn: the others should have gradient 0 on both sides, and drawing
+# them would tell little. The floor of 48.1 is set to 1e-6 here, which lies far above the noise and
+# far below the gradients that matter. A right gradient has errors far below 1e-4, a wrong one in
+# general far above; so that is where the line is drawn. It takes a small h: with 0.3, the term h²/6
+# f''' of card 47 shows. Where the move by h carries the input of a ReLU across 0, the two points
+# lie on different sides of the bend, and the quotient is not the slope. The running example has no
+# input that near to 0.
 #
 # Shapes: one number for each name.
 
@@ -3045,10 +3097,10 @@ def check_params(params, x, y, config, rng, samples=10, h=1e-5):
     used = {"tok_emb": np.unique(x), "pos_emb": np.arange(np.shape(x)[-1])}
     worst = {}
     for name, W in params.items():
-        first = used.get(name, np.arange(len(W)))
+        choices = used.get(name, np.arange(len(W)))                         # rows to draw from
         errors = []
         for _ in range(samples):
-            i = first[rng.integers(len(first))], *(rng.integers(size) for size in W.shape[1:])
+            i = (choices[rng.integers(len(choices))], *(rng.integers(n) for n in W.shape[1:]))
             old = W[i]
             W[i] = old + h
             up = loss()
@@ -3087,9 +3139,9 @@ if __name__ == "__main__": demo(demo_check_params)
 # - **7a.** Forget the sum in 38.6: write `dS = A * dA`. Which arrays does
 #   `python tinygpt.py gradcheck` call wrong, and which not? Why is bk among them now?
 #
-# - **7b.** Run the check of card 49 with float32 parameters:
-#   `{name: W.astype(np.float32) for name, W in e.params.items()}` in place of `e.params`. The
-#   backward pass is right, and yet the check fails. Why?
+# - **7b.** Run the check of card 49 with float32 parameters: in `demo_check_params`, give the first
+#   `check_params` `{name: W.astype(np.float32) for name, W in e.params.items()}` in place of
+#   `e.params`. The backward pass is right, and yet the check fails. Why?
 
 # %% [markdown]
 # ## Chapter 8. Optimizer
@@ -3101,12 +3153,12 @@ if __name__ == "__main__": demo(demo_check_params)
 # %% [markdown]
 # ### 50. AdamW update
 #
-# The plain rule, w ← w - η g, gives all parameters the same step size η, the learning rate. But
-# some gradients are a thousand times larger than others, and each batch gives a noisy one. Adam
-# keeps two running means for each number: m of its gradient, which smooths the noise, and v of its
-# squared gradient, which measures its usual size. The step is η times m over the root of v. So it
-# is about η for a number whose gradient stays the same, be it large or small, and much less for one
-# whose gradient keeps changing sign.
+# The plain rule, w ← w - η g for each parameter w with its gradient g, has one step size η for all,
+# the learning rate. But some gradients are a thousand times larger than others, and each batch
+# gives a noisy one. The method called Adam keeps two running means for each number: m of its
+# gradient, which smooths the noise, and v of its squared gradient, which measures its usual size.
+# The step is η times m over the root of v. So it is about η for a number whose gradient stays the
+# same, be it large or small, and much less for one whose gradient keeps changing sign.
 #
 # A running mean keeps a share β of its old value and takes 1 - β of the new one, so older gradients
 # fade. β1 is usually 0.9 and β2 between 0.95 and 0.999.
@@ -3115,9 +3167,9 @@ if __name__ == "__main__": demo(demo_check_params)
 #     v_t = β2 v_(t-1) + (1 - β2) g_t²                                                   (50.2)
 #
 # Both start at 0 and are too small at first. Put 50.1 into itself: m_t is the sum over s = 1, ...,
-# t of (1 - β1) β1^(t-s) g_s. Written out, (1 - β1)(1 + β1 + β1² + ... + β1^(t-1)) is 1 - β1^t,
-# since all but the first and the last product cancel: so much do the weights add up to, and not 1.
-# Dividing by that makes m a proper mean, and likewise for v.
+# t of (1 - β1) β1^(t-s) g_s. The weights add up to (1 - β1)(1 + β1 + β1² + ... + β1^(t-1)).
+# Multiplied out, all terms but the first and the last cancel, and 1 - β1^t is left, not 1. Dividing
+# by that makes m a proper mean, and likewise for v.
 #
 #     mhat_t = m_t / (1 - β1^t)                                                          (50.3)
 #     vhat_t = v_t / (1 - β2^t)                                                          (50.4)
@@ -3127,9 +3179,10 @@ if __name__ == "__main__": demo(demo_check_params)
 #
 # The W in AdamW is weight decay: each step also shrinks the weights a little, so that those which
 # the data does not need fade away; λ says how much. It stands beside the Adam term, not inside the
-# gradient, where the division by √vhat would undo it.
+# gradient: there the division by √vhat would make it weak for numbers with large gradients and
+# strong for those with small ones.
 #
-#     u_t ← u_t + λ w_(t-1)   only where w has two or more dimensions                    (50.6)
+#     u_t ← u_t + λ w_(t-1)   only in arrays of two or more axes                         (50.6)
 #     w_t = w_(t-1) - η_t u_t                                                            (50.7)
 #
 # η_t is the learning rate of this step (card 52). Only matrices decay, both tables included. A bias
@@ -3143,10 +3196,10 @@ if __name__ == "__main__": demo(demo_check_params)
 # Put 50.6 into 50.7 and sort by w: w_t = (1 - η_t λ) w_(t-1) - η_t u_t, with the u of 50.5. That is
 # how the code does it. First a matrix shrinks by the factor 1 - η_t λ, then it takes its step.
 #
-# For speed all arrays are laid end to end in one long vector, which is worked through in stretches
-# that fit into the fast memory of the processor, and η goes into the line of 50.3. `pieces` are
-# views into the vector of steps η u: each shows a part of it in the shape of one array. The arrays
-# in `params` are changed themselves, not replaced.
+# For speed the gradients of all arrays are laid end to end in one long vector, and so are m, v and
+# the steps η u. The four are worked through in stretches that fit into the fast memory of the
+# processor; η goes into the line of 50.3. `pieces` are views into the vector of steps: each shows a
+# part of it in the shape of one array. The arrays in `params` are changed themselves, not replaced.
 #
 # Shapes at the default sizes; head_w decays and head_b does not:
 #
@@ -3166,11 +3219,10 @@ class AdamW:
         self.names = list(params)
         self.flat_m, self.flat_v, self.flat_step = (
             np.zeros_like(self.end_to_end(params)) for _ in range(3))
-        ends = np.cumsum([params[name].size for name in self.names])
-        self.m, self.v, self.pieces = (
-            {name: part.reshape(params[name].shape)
-             for name, part in zip(self.names, np.split(flat, ends[:-1]))}
-            for flat in (self.flat_m, self.flat_v, self.flat_step))
+        ends = np.cumsum([params[name].size for name in self.names])[:-1]
+        views = lambda flat: {name: part.reshape(params[name].shape)        # no copies
+                              for name, part in zip(self.names, np.split(flat, ends))}
+        self.m, self.v, self.pieces = map(views, (self.flat_m, self.flat_v, self.flat_step))
 
     def end_to_end(self, arrays):
         """All arrays as one vector."""
@@ -3217,9 +3269,9 @@ def demo_adamw():
     print(f"gradient 0: matrix {params['matrix'].item():.4f}, bias {params['bias'].item():.4f}")
     params = {"matrix": np.ones((1, STRETCH)), "bias": np.ones(STRETCH)}
     AdamW(params, weight_decay=0.2).step(params, {k: 0 * w for k, w in params.items()}, lr=0.01)
-    print(f"each as long as a stretch: matrix {params['matrix'].min():.4f} to "
-          f"{params['matrix'].max():.4f}, bias {params['bias'].min():.4f} to "
-          f"{params['bias'].max():.4f}")
+    print(f"a matrix and a bias of {STRETCH:,} ones, gradient 0; smallest and largest entry:")
+    print(f"matrix {params['matrix'].min():.4f} and {params['matrix'].max():.4f}, "
+          f"bias {params['bias'].min():.4f} and {params['bias'].max():.4f}")
     params = {"w": np.array([[1.0, -2.0, 0.5]])}
     opt = AdamW(params, beta1=0.5, beta2=0.8, eps=0.1, weight_decay=0.0)
     opt.step(params, {"w": np.array([[0.4, -0.2, 0.0]])}, lr=0.1)
@@ -3232,7 +3284,8 @@ def demo_adamw():
     show("targets y", e.y)
     show("d head_b", e.grads["head_b"][e.y])
     show("head_b", before)
-    show("η = 0.05", e.params["head_b"][e.y])
+    show("after", e.params["head_b"][e.y])
+    print("a first step with η = 0.05")
 
 
 if __name__ == "__main__": demo(demo_adamw)
@@ -3243,7 +3296,7 @@ if __name__ == "__main__": demo(demo_adamw)
 # Now and then a batch gives a gradient far larger than usual. It fills both running means of card
 # 50: m then points its way for many steps, and v stays so large that the steps after them are too
 # small. So the gradients of all arrays are taken as one long vector, and where that vector is
-# longer than c, it is shortened to length c. Its direction stays.
+# longer than a chosen limit c, it is shortened to length c. Its direction stays.
 #
 #     ‖g‖ = √(Σ_k Σ_i g_ki²)                                                             (51.1)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
@@ -3300,6 +3353,8 @@ if __name__ == "__main__": demo(demo_clipping)
 # Large steps early, small steps late: first to get somewhere, then to settle. At the very start v
 # of card 50 has seen only a few gradients and is not to be trusted, so the rate first rises in a
 # straight line, the warm-up. Then it falls along half a cosine wave, which is flat at both ends.
+# ηmax is the highest rate and ηmin the last one, t_warm the number of steps of the warm-up and
+# t_total that of all steps.
 #
 #     η(t) = ηmax · t / t_warm,  t ≤ t_warm                                              (52.1)
 #     frac = (t - t_warm) / (t_total - t_warm),  t > t_warm                              (52.2)
@@ -3365,11 +3420,14 @@ if __name__ == "__main__": demo(demo_schedule)
 # One window at a time would be slow. All functions of this book take a batch as well, and card 17
 # takes the mean over all its positions. So i may run over larger parts than single windows. Each
 # part is told n, the number of positions in the whole batch, and divides by that. So its loss and
-# its gradients come divided already, and need only be added up.
+# its gradients come divided already, and need only be added up: a sum over the positions of some
+# windows, divided by n = B · T, is the sum of their loss_i / B. That is 53.2 and 53.3, several
+# windows at a time.
 #
-# Small batches are one part. Larger ones are cut in two, so that two cores can each work on one
-# while the program trains (see `prepare_for_training`). The cut depends on the sizes alone, and
-# parts are added in order, so the result does not depend on how many cores there are.
+# Small batches, such as those of the default sizes, are one part. Larger ones are cut in two, so
+# that two cores can each work on one while the program trains (see `prepare_for_training`). The cut
+# depends on the sizes alone, and parts are added in order, so the result does not depend on how
+# many cores there are.
 #
 # Shapes at the default sizes:
 #
@@ -3412,7 +3470,7 @@ def demo_mini_batch():
     losses = [number(loss_i, 4) for loss_i, _ in one]
     print(f"batch     loss ({' + '.join(losses)}) / {len(one)} = {loss:.4f}")
     show("d bo", grads["block0.bo"])
-    xs, ys = np.tile(e.xs, (1101, 1)), np.tile(e.ys, (1101, 1))
+    xs, ys = np.tile(e.xs, (1101, 1)), np.tile(e.ys, (1101, 1))     # B · T · d just above LARGE
     loss, grads = batch_loss_and_grads(e.params, xs, ys, e.config)
     print(f"each of them 1101 times, {len(xs)} windows in two parts: loss {loss:.4f}")
     show("d bo", grads["block0.bo"])
@@ -3424,7 +3482,7 @@ if __name__ == "__main__": demo(demo_mini_batch)
 # ### 54. Step counts
 #
 # The schedule of card 52 must know how many steps there will be. One step is one batch, so an epoch
-# has as many steps as batches, rounded up as in card 9.
+# takes W / B steps, rounded up as in card 9.
 #
 #     steps_per_epoch = ⌈W / B⌉                                                          (54.1)
 #     total_steps = epochs · steps_per_epoch                                             (54.2)
@@ -3457,15 +3515,16 @@ if __name__ == "__main__": demo(demo_step_counts)
 # %% [markdown]
 # ### 55. Validation loss
 #
-# The loss on windows that the model has never trained on tells whether it has learned the language
-# or only the text. As long as it falls with the training loss, training helps. When it rises while
-# the training loss still falls, the model has begun to learn the text by heart.
+# On windows that were never used for training, the loss tells whether the model has learned the
+# language or only the text. As long as it falls with the training loss, training helps. When it
+# rises while the training loss still falls, the model has begun to learn the text by heart.
 #
 #     val_loss = (1/W_val) Σ_j loss_j,  j = 1, ..., W_val                                (55.1)
 #
-# All windows have the same length T, so this mean of means is also the mean over all positions. It
-# is a forward pass only. The windows are worked through in groups of about 500 positions, which
-# bounds the memory, and each group counts by its number of windows.
+# W_val is the number of validation windows. All have the same length T, so this mean of means is
+# also the mean over all positions. It needs forward passes only. The windows are worked through in
+# groups of about 500 positions, which bounds the memory, and each group counts by its number of
+# windows.
 #
 # Shapes at the default sizes:
 #
@@ -3525,9 +3584,9 @@ if __name__ == "__main__": demo(demo_validation_loss)
 # %% [markdown]
 # ### 56. Greedy guard
 #
-# The next card divides the logits z by a temperature τ. The lower τ is, the surer the likeliest
-# token wins; at 0 the division would fail. What is meant by temperature 0 is clear: always take the
-# largest logit.
+# The next card divides the logits z by a temperature τ. The lower τ is, the more certain it is that
+# the likeliest token wins; at 0 the division would fail. What is meant by temperature 0 is clear:
+# always take the largest logit.
 #
 #     τ < 1e-6  ⇒  next = argmax_i z_i                                                   (56.1)
 #
@@ -3565,10 +3624,11 @@ if __name__ == "__main__": demo(demo_greedy)
 #
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
 # shrink, and τ = 1 leaves the model's own probabilities. Since e^(z/τ) is e^z to the power 1/τ,
-# each probability is raised to the power 1/τ, and then all are scaled to sum to 1. Dividing
-# probabilities would do nothing: the division would cancel. The code subtracts the maximum before
-# it divides, which changes nothing (see 15.3). Then even the smallest τ gives -∞ at worst, which
-# softmax takes as probability 0.
+# each probability is raised to the power 1/τ, and then all are scaled to sum to 1: p_i is e^(z_i) /
+# S with S = Σ_k e^(z_k), its power is e^(z_i/τ) / S^(1/τ), and the common divisor cancels in the
+# scaling. Dividing probabilities would do nothing: the division would cancel. The code subtracts
+# the maximum before it divides, which changes nothing (see 15.3). Then even the smallest τ gives -∞
+# at worst, which softmax takes as probability 0.
 #
 # Shapes:  z (V,) gives p (V,).
 
@@ -3720,7 +3780,10 @@ def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
 
 
 def sample_next(logits, rng, temperature=1.0, top_k=0, top_p=1.0):
-    """The id of the next token, drawn from the logits (V,) (cards 56 to 60)."""
+    """The id of the next token, drawn from the logits (V,) (cards 56 to 60).
+
+    ValueError as in next_probabilities, at temperature 0 too.
+    """
     p = next_probabilities(logits, temperature, top_k, top_p)               # (V,)
     if temperature < 1e-6:                                                  #         (56.1)
         return greedy(logits)
@@ -3762,9 +3825,9 @@ if __name__ == "__main__": demo(demo_random_choice)
 # %% [markdown]
 # ### 61. Autoregressive loop
 #
-# To write, the model is given some text, the prompt. It reads the last w ids, scores the next one,
-# draws it, puts it at the end and reads again. Its own words become its input; that is what
-# autoregressive means.
+# To write, the model is given some text, the prompt. It reads the last w ids, scores every token as
+# the next one, draws one, puts it at the end and reads again. Its own words become its input; that
+# is what autoregressive means.
 #
 #     x = ids[-w:]                                                                       (61.1)
 #     logits = forward(x),  z = logits[T-1]                                              (61.2)
@@ -3840,19 +3903,20 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # %% [markdown]
 # ## Answers
 #
-# Only the line that an exercise names is changed; its backward pass stays as it is. Golden files
-# are named by the numbers of their cards; `golden/training.txt` changes with whatever training or
-# its text depends on.
+# Only the lines that an exercise names are changed; the backward pass stays as it is. Golden files
+# are named by the numbers of their cards. `golden/training.txt` changes too, but not in 1b and 3b,
+# and in 5b its training fails.
 #
 # - **1a.** The pre-tokens are `low`, ` low` and ` lower`, each once. At first (l, o) and (o, w)
 #   occur 3 times, (blank, l) twice, the others once. The smallest of the two best is (l, o). Then
 #   (lo, w) occurs 3 times, and then (blank, low) twice. The merges make lo, low and ` low`. After
 #   that every pair occurs once, and learning stops.
 #
-# - **1b.** Golden files that change: 3. There the two short texts now get all three merges they ask
-#   for: `abcdef` becomes abcd, e, f, and `xabyab` becomes x, abyab. The running example asks for
-#   few merges, and has enough pairs that occur more often. With more merges than a text supports,
-#   this change would fill the vocabulary with whole words that are seen once.
+# - **1b.** Golden files that change: 3. There four of the short texts now get more merges: `abcdef`
+#   becomes abcd, e, f, and `xabyab` becomes x, abyab; abab becomes one token, and the long word
+#   gets all nine that it asks for. The running example asks for few merges, and has enough pairs
+#   that occur more often. With more merges than a text supports, this change would fill the
+#   vocabulary with whole words that are seen once.
 #
 # - **1c.** No. A blank is now matched by `\s+` and is a pre-token of its own; each character still
 #   lands in exactly one piece. The merges are now he, se, es, and no blank can be joined to the
@@ -3873,10 +3937,11 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   LayerNorm are right, since `layer_norm_backward` forms its own sums. And bk is right because its
 #   gradient is 0, by 38.14, and so is the mean of what adds up to 0.
 #
-# - **3b.** Golden files that change: 15. Only that demo has large positive scores: e^1000 overflows
-#   to ∞, and ∞/∞ is no number. The scores of attention in the other demos are small, and for them
-#   both forms agree in all digits shown. Such a fault sleeps until a model is trained long enough
-#   to have large scores.
+# - **3b.** Golden files that change: 15. Only that demo hands large positive scores to
+#   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Cards 17 and 57 take the maximum
+#   off themselves. The scores of attention in the other demos are small, and for them both forms
+#   agree in all digits shown. Such a fault sleeps until a model is trained long enough to have
+#   large scores.
 #
 # - **3c.** Write a for tanh u. By the product rule the slope of x/2 · (1 + a) is (1 + a)/2 + x/2 ·
 #   a', and by the chain rule a' = (1 - a²) u', with u' = √(2/π) (1 + 3 · 0.044715 x²). Each entry
@@ -3905,17 +3970,19 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   on the order.
 #
 # - **5a.** Golden files that change: 32 to 42, 45, 46, 49 to 51, 53, 55, 56, 61. These are the
-#   cards that use the weights of attention, or what was made with them. The gradient check calls
-#   wrong what lies before the scores: wq, bq and wk, ln1_g and ln1_b, all earlier blocks and both
-#   tables. Right are bk, whose gradient is 0 in any case, and what comes after the scores in the
-#   last block: wv, bv, wo, bo, ln2_g, ln2_b, the feed-forward layer, the last LayerNorm and the
-#   head. Drop the division in the backward pass too, which serves 38.8 and 38.9, and all arrays are
-#   right again: the model without the scaling is another model, with a gradient of its own.
+#   cards that show the scaled scores, the weights made of them, or what follows from the weights.
+#   The gradient check calls wrong what lies before the scores: wq, bq and wk, ln1_g and ln1_b, all
+#   earlier blocks and both tables. Right are bk, whose gradient is 0 in any case, and what comes
+#   after the scores in the last block: wv, bv, wo, bo, ln2_g, ln2_b, the feed-forward layer, the
+#   last LayerNorm and the head. Drop the division in the backward pass too, which serves 38.8 and
+#   38.9, and all arrays are right again: the model without the scaling is another model, with a
+#   gradient of its own.
 #
 # - **5b.** To nothing. All its scores are -∞, the largest is -∞ too, and -∞ minus -∞ is no number:
-#   row 0 of A is nan. In the next block its value is nan too, and as 0 · nan is nan, all rows are.
-#   The loss is nan, and so is every gradient. Golden files that change: 33 to 42, 45, 46, 49 to 51,
-#   53, 55, 56, 61. The demo of card 61 stops with an error. This is why the diagonal stays.
+#   row 0 of A is nan. In the next block its key is nan too. So every row has a score that is nan,
+#   and softmax makes the whole row nan. The loss is nan, and with it all gradients but those of
+#   table rows that are not used. Golden files that change: 33 to 42, 45, 46, 49 to 51, 53, 55, 56,
+#   61. The demo of card 61 stops with an error. This is why the diagonal stays.
 #
 # - **5c.** The average of row 2 of dA under row 2 of A is 0.4036 · 0.9117 + 0.3194 · 0.3306 +
 #   0.2770 · 0.1104 = 0.5042, so dS_20 = 0.4036 (0.9117 - 0.5042) = 0.1645. Key 1 is asked by the
@@ -3935,14 +4002,15 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   head_w, turned on its side: dlogitsᵀ Xf.
 #
 # - **7a.** Golden files that change: 38, 42, 46, 49, 51, 61. Wrong are wq, bq, wk and bk, and
-#   everything before them: ln1_g, ln1_b, all earlier blocks and both tables. In the last block wv,
-#   bv, wo, bo, ln2_g, ln2_b and the feed-forward layer are right, since dS does not reach them.
-#   Without the sum the rows of dS no longer add up to 0, and that was what made the gradient of bk
-#   vanish in 38.14.
+#   everything before them: ln1_g, ln1_b, all earlier blocks and both tables. Right are, in the last
+#   block, wv, bv, wo, bo, ln2_g, ln2_b and the feed-forward layer, and what comes after it: the
+#   last LayerNorm and the head. dS does not reach them. Without the sum the rows of dS no longer
+#   add up to 0, and that was what made the gradient of bk vanish in 38.14.
 #
 # - **7b.** A float32 number has about 7 digits, so a loss of about 2 has an error near 1e-7. 47.1
-#   divides it by 2h = 2e-5, which makes an error near 0.005, larger than many of the slopes.
-#   Besides, W + h itself is rounded. The measured slope is wrong, not the gradient.
+#   divides it by 2h = 2e-5, which makes an error near 0.005. That is several percent of a usual
+#   slope here, and the check allows 0.01 percent. Besides, W + h itself is rounded. The measured
+#   slope is wrong, not the gradient.
 #
 # - **8a.** With the corrections mhat = g and vhat = g², so u is g/|g| and the number moves by 0.01,
 #   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to give the

@@ -38,10 +38,6 @@ def test_a_demo_does_not_depend_on_what_ran_before(capsys):
 def test_no_number_sits_on_a_rounding_edge(relative, capsys, monkeypatch):
     """The example's parameters moved by far less than a digit: every demo prints the same."""
     before = {name: printed(play, capsys) for name, play in DEMOS.items()}
-    shapes = t.param_shapes
-
-    def moved(config):
-        return shapes(config)
 
     class Nudged:
         def __init__(self, seed):
@@ -56,8 +52,7 @@ def test_no_number_sits_on_a_rounding_edge(relative, capsys, monkeypatch):
     assert {name: printed(play, capsys) for name, play in DEMOS.items()} == before
 
 
-@pytest.mark.parametrize("name", ["training"])
-def test_training(name, golden, capsys):
+def play_training(t):
     """20 steps of a small float64 model: each step, then greedy and sampled text."""
     text = "the hen sat in the sun. the sun set. the hen ran to the den. " * 3
     tokenizer = t.build_tokenizer(text, 12)
@@ -89,6 +84,11 @@ def test_training(name, golden, capsys):
                             ("top-p 0.7", {"top_p": 0.7})):
         ids = t.generate(params, config, start, 16, np.random.default_rng([1, 2]), **settings)
         print(f"{title:10} {tokenizer.decode(ids)!r}")
+
+
+@pytest.mark.parametrize("name", ["training"])
+def test_training(name, golden, capsys):
+    play_training(t)
     assert capsys.readouterr().out == golden
 
 
