@@ -2361,10 +2361,16 @@ if __name__ == "__main__": demo(demo_output_projection)
 # %% [markdown]
 # ### 38. Attention backward
 #
-# Every step of the forward pass is an operation whose backward rule is known. dOut, the gradient of
-# the output of attention, is given. Going upside down: the output projection, the merge, the
-# mixture, the softmax, the scaling, the dot products, the split, the three projections. Arrays of
-# all heads are worked on at once, and every transpose swaps the last two axes.
+# Every step of the forward pass is an operation whose backward rule is known:
+#
+#     Xn ─┬─ Wq, bq ─ Q ─ Qh ─┐
+#         ├─ Wk, bk ─ K ─ Kh ─┴─ S ─ A ─┐
+#         └─ Wv, bv ─ V ─ Vh ───────────┴─ A Vh ─ O ─ Wo, bo ─ out
+#
+# The forward pass reads this picture from left to right, the backward pass from right to left. It
+# is given dOut, the gradient of `out`. Where two lines join, they are the factors of a matrix
+# product, and each factor gets a gradient. Where one line forks, the gradients of its branches are
+# added up. Arrays of all heads are worked on at once, and every transpose swaps the last two axes.
 #
 # The output projection is a linear layer with input O (12.2 to 12.4). Merging only moves numbers to
 # other places, so on the way back the gradients are moved back: the backward of merge is split, and
@@ -2619,6 +2625,9 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 # to block, and each may write on it. The path on which X itself reaches the sum, past the branch,
 # is called the residual connection. It also lets gradients travel back through many blocks without
 # being weakened (card 42).
+#
+#     X ─┬─ LN1 ─ Attention ─ + ─ X1 ─┬─ LN2 ─ FFN ─ + ─ Y
+#        └────────────────────┘       └──────────────┘
 #
 #     Xn = LN1(X)                                                                        (41.1)
 #     Att = Attention(Xn)                                                                (41.2)
