@@ -216,8 +216,8 @@ def block_params(params, l):
 # numbers bring their own. What is printed is rounded, while the computation goes on with all
 # digits, so the last digit may differ by one or two when you redo a step with the printed numbers.
 # Where a demo runs the whole model, as in cards 46, 49, 53, 55 and 61 and at the end of 50, 51 and
-# 56, its results would take an evening by hand. And what a random generator draws, in cards 9 and
-# 23, has to be taken as given.
+# 56, its results would take an evening by hand. And what a random generator draws, in cards 9, 23,
+# 32, 43 and 60, has to be taken as given.
 #
 # `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
 # file runs as a program, the command line decides (see 'The program' at the end).
@@ -1203,7 +1203,8 @@ if __name__ == "__main__": demo(demo_softmax)
 # ### 16. Softmax, backward
 #
 # Raise one score x_j and its own probability rises, while each other one falls, since its share of
-# the sum gets smaller. Both follow from the quotient rule, with s = Σ_k e^(x_k):
+# the sum gets smaller. Both follow from the quotient rule, with s = Σ_k e^(x_k). The maximum that
+# 15.1 subtracts depends on x too, but by 15.3 it drops out of p, so it is left out here:
 #
 #     i = j:  ∂p_i/∂x_i = (e^(x_i) s - e^(x_i) e^(x_i)) / s² = p_i - p_i p_i
 #     i ≠ j:  ∂p_i/∂x_j = (0 - e^(x_i) e^(x_j)) / s²         =     - p_i p_j
@@ -1220,11 +1221,11 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 #     dx_j = p_j (dp_j - Σ_i p_i dp_i)                                                   (16.2)
 #
-# In words: what counts is how much more a probability raises the loss than the average one does,
-# where the average is taken under p. So a gradient that is the same for all probabilities does
-# nothing: they cannot all rise. And each row of dx sums to 0: its sum is Σ_j p_j dp_j, which is the
-# average, less Σ_j p_j times the average, and Σ_j p_j is 1. Only the demo builds the matrix of
-# 16.1. The backward pass needs the output p and not the scores.
+# In words: what counts is how far dp_j lies above the average under p, in which each dp_i has the
+# weight p_i. So a gradient that is the same for all probabilities does nothing: they cannot all
+# rise. And each row of dx sums to 0: with m for the average, the sum is Σ_j p_j dp_j - m Σ_j p_j =
+# m - m · 1. Only the demo builds the matrix of 16.1. The backward pass needs the output p and not
+# the scores.
 #
 # Shapes at the default sizes, where attention uses it:
 #
@@ -1981,7 +1982,7 @@ if __name__ == "__main__": demo(demo_qkv)
 # own question and gets its own mixture. That takes no more parameters than a single head would.
 #
 #     dh = d / H,  d mod H = 0                                                           (29.1)
-#     M(h)[t, i] = M[t, h·dh + i]                                                        (29.2)
+#     M(h)[t, c] = M[t, h·dh + c]                                                        (29.2)
 #
 # `mod` is the remainder of a division: the width must be a multiple of H, or columns would be left
 # over. Head h owns the columns h dh to (h + 1) dh - 1; M stands for Q, K or V, and M(h) for the
@@ -2076,7 +2077,7 @@ if __name__ == "__main__": demo(demo_split_heads)
 # large when the two rows point the same way, negative when they point in opposite ways. All pairs
 # of a head are one matrix product, with K turned on its side:
 #
-#     Qh Khᵀ,  (Qh Khᵀ)_ij = Σ_c (Qh)_ic (Kh)_jc                                         (31.1)
+#     QK = Qh Khᵀ,  QK_ij = Σ_c (Qh)_ic (Kh)_jc                                          (31.1)
 #
 # Row i is the position that asks, column j the one that is asked; c runs over the dh columns of one
 # head. The ᵀ of Khᵀ swaps the last two axes only. `.T` in NumPy would reverse all of them, heads
@@ -2112,8 +2113,8 @@ if __name__ == "__main__": demo(demo_scores)
 # ### 32. Scaling by sqrt(d_h) (forward)
 #
 # A dot product over dh columns is a sum of dh products. Take the numbers as random, independent,
-# with mean 0 and variance 1, which is the mean of their squares. Then each product has variance 1 ·
-# 1, variances of independent numbers add up, and the sum has variance dh: wider heads give larger
+# with mean 0, so that the mean of their squares is the variance; let it be 1. Then each product has
+# variance 1 · 1, their variances add up, and the sum has variance dh: wider heads give larger
 # scores. Large scores make softmax nearly certain of one key. There every p_i is near 0 or 1, and
 # by 16.1 all derivatives p_i (δ_ij - p_j) are near 0, so learning stalls. Dividing by √dh, the root
 # of the variance, brings the scores back to size 1 whatever the width.
@@ -2121,9 +2122,9 @@ if __name__ == "__main__": demo(demo_scores)
 #     S = Qh Khᵀ / √dh                                                                   (32.1)
 #
 # It is the root of dh, the width of a head, not of d. The code multiplies Qh by 1/√dh, and not the
-# product: each score is a sum of products with one entry of Qh each, so it comes out the same, and
-# where dh is less than T there is less to do. `math.sqrt` gives a Python float, which leaves a
-# float32 array in float32; the scalar of np.sqrt would not, from NumPy 2 on.
+# product: each term of a score has one factor from Qh, so the score is the same, and where dh is
+# less than T, Qh has fewer entries. The cache keeps Qh unscaled. `math.sqrt` gives a Python float,
+# which leaves a float32 array in float32; the scalar of np.sqrt would not, from NumPy 2 on.
 #
 # Shapes at the default sizes:
 #
@@ -2241,8 +2242,8 @@ if __name__ == "__main__": demo(demo_attention_softmax)
 #
 # Each head mixes its values by its weights. The result is called Oh, the output of the heads.
 #
-#     A Vh                                                                               (35.1)
-#     (A Vh)_i = Σ_(j≤i) A_ij (Vh)_j                                                   † (35.2)
+#     Oh = A Vh                                                                          (35.1)
+#     (Oh)_i = Σ_(j≤i) A_ij (Vh)_j                                                     † (35.2)
 #
 # The code sums over all j; the terms with j > i vanish, because those weights are exactly 0. So
 # what position i gets depends on tokens 0 to i and on nothing later.
@@ -2365,12 +2366,12 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 #     Xn ─┬─ Wq, bq ─ Q ─ Qh ─┐
 #         ├─ Wk, bk ─ K ─ Kh ─┴─ S ─ A ─┐
-#         └─ Wv, bv ─ V ─ Vh ───────────┴─ A Vh ─ O ─ Wo, bo ─ out
+#         └─ Wv, bv ─ V ─ Vh ───────────┴─ Oh ─ O ─ Wo, bo ─ out
 #
 # The forward pass reads this picture from left to right, the backward pass from right to left. It
 # is given dOut, the gradient of `out`. Where two lines join, they are the factors of a matrix
 # product, and each factor gets a gradient. Where one line forks, the gradients of its branches are
-# added up. Arrays of all heads are worked on at once, and every transpose swaps the last two axes.
+# added up. Arrays of all heads are worked on at once; their transposes swap the last two axes.
 #
 # The output projection is a linear layer with input O (12.2 to 12.4). Merging only moves numbers to
 # other places, so on the way back the gradients are moved back: the backward of merge is split, and
@@ -2380,8 +2381,9 @@ if __name__ == "__main__": demo(demo_output_projection)
 #     dbo = 1ᵀ dOut                                                                      (38.2)
 #     dOh = split(dOut Woᵀ, H)                                                           (38.3)
 #
-# The mixture A Vh is a matrix product in which both factors depend on the input. Read A as the
-# input of a linear layer with weights Vh, and 12.2 and 12.4 give both gradients:
+# The mixture Oh = A Vh is a matrix product in which both factors depend on the input. Read A as the
+# input of a linear layer with weights Vh, and 12.2 and 12.4 give both gradients. Each head of each
+# window has its own Vh, so nothing is summed over them, and the products are written out:
 #
 #     dVh = Aᵀ dOh                                                                       (38.4)
 #     dA = dOh Vhᵀ                                                                       (38.5)
@@ -2390,10 +2392,11 @@ if __name__ == "__main__": demo(demo_output_projection)
 # at it, as much as it was looked at; so a mistake late in the window teaches early tokens. dA_ij is
 # the dot product of (dOh)_i and (Vh)_j: how the loss would change if i looked more at j.
 #
-# The softmax is 16.2 on each row of scores; row i of A is its p, and k runs over the keys in the
-# sum. dA has numbers above the diagonal too, as if i might look at later keys. The mask needs no
-# step of its own. For j ≤ i it added 0, so the gradient of the masked score is that of the score.
-# For j > i the gradient must be 0, and it is, since A is 0 there and stands in front as a factor.
+# The softmax is 16.2 on each row i: A_ij is its p_j, dA_ij its dp_j, and its sum index i is now k.
+# dA has numbers above the diagonal too, as if i might look at later keys. The mask needs no step of
+# its own. For j ≤ i it added 0, so the gradient of the masked score is that of the score. For j > i
+# the score was lost, so its gradient must be 0, and it is: 38.6 has the factor A_ij = 0. In the sum
+# over k the masked keys add nothing, as A_ik = 0.
 #
 #     dS_ij = A_ij (dA_ij - Σ_k A_ik dA_ik)                                              (38.6)
 #     A_ij = 0  ⇒  dS_ij = 0                                                           † (38.7)
@@ -2402,17 +2405,18 @@ if __name__ == "__main__": demo(demo_output_projection)
 # the query entry (Qh)_ic touches the scores of row i, with all keys j. The chain rule adds them up:
 # (dQh)_ic = Σ_j dS_ij (Kh)_jc / √dh, row i of dS times column c of Kh. Likewise ∂S_ij/∂(Kh)_jc =
 # (Qh)_ic / √dh, and the key entry touches column j, with all queries i: (dKh)_jc = Σ_i dS_ij
-# (Qh)_ic / √dh. This sum runs over the first index of dS, so dS is turned on its side.
+# (Qh)_ic / √dh. This sum runs over the first index of dS, so dS is turned on its side. The shapes
+# would not tell: dS is square, and so is A in 38.4.
 #
 #     dQh = dS Kh / √dh                                                                  (38.8)
 #     dKh = dSᵀ Qh / √dh                                                                 (38.9)
 #     dQ, dK, dV = merge(dQh), merge(dKh), merge(dVh)                                    (38.10)
 #
-# The code divides dS by √dh once, for both, and calls it dQK, the gradient of Qh Khᵀ. In words: row
-# i of dQh is a mixture of keys, row j of dKh a mixture of queries, both with the numbers of dS.
-# Since each row of dS sums to 0, a query is moved towards some keys and away from others. Position
-# 0 can only look at itself, with weight 1 whatever it asks, so its query gets no gradient. Its key
-# gets one from all later positions, its value from these and from position 0 itself.
+# The code divides dS by √dh once, for both, and calls it dQK, the gradient of QK. In words: row i
+# of dQh adds up keys, weighted by row i of dS; row j of dKh adds up queries, weighted by column j.
+# Since each row of dS sums to 0 (card 16), a query is moved towards some keys and away from others.
+# Position 0 can only look at itself, with weight 1 whatever it asks, so its query gets no gradient.
+# Its key gets one from all later positions, its value from these and from position 0 itself.
 #
 # The three projections are linear layers with one common input; r stands for q, k, v, and dM_q is
 # dQ and so on. Xn is used three times, so three gradients add up:
@@ -2425,11 +2429,13 @@ if __name__ == "__main__": demo(demo_output_projection)
 # scores of a row i, the product of query i with the head's columns of bk, over √dh. Softmax ignores
 # what a whole row has in common (see 15.3), so the loss cannot depend on it. In the formulas: the
 # sum of dKh over the keys is Σ_j (dKh)_jc = Σ_i (Qh)_ic (Σ_j dS_ij) / √dh, and each row of dS sums
-# to 0.
+# to 0 (card 16).
 #
 #     dbk = 1ᵀ dK = 0                                                                  † (38.14)
 #
 # The code computes it like the others and gets rounding noise. GPT-2 has this useless bias as well.
+# With a batch, B stands in front of all shapes below. But 38.1, 38.2, 38.11 and 38.12 sum over the
+# rows of all windows, as in card 12, so the gradients of the weights have no B.
 #
 # Shapes at the default sizes; dKh and dVh are like dQh, dK and dV like dQ:
 #
@@ -2466,30 +2472,31 @@ def attention_backward(dOut, cache, block):
 def demo_attention_backward():
     e = example(38)
     dXn, grads = attention_backward(e.dY, e.att_cache, e.block)
-    dOh = split_heads(e.dY @ e.block["wo"].T, 2)[0]
-    dA = dOh @ e.Vh[0].T
-    dS = softmax_backward(e.A[0], dA)
-    dQh, dKh, dVh = dS @ e.Kh[0] / math.sqrt(2), dS.T @ e.Qh[0] / math.sqrt(2), e.A[0].T @ dOh
-    print("dOut is in demo 40, Xn in 28, Qh in 30, Kh in 31, A in 34, Vh in 35, O in 36,")
-    print("the matrices in 28 and 37. First head 0:")
-    show("dOh", dOh)
-    show("dA", dA)
-    show("dS", dS)
-    print("dQh, dKh and dVh, two columns each:")
-    show("", np.hstack([dQh, dKh, dVh]))
+    A, Qh, Kh, Vh = e.A, e.Qh, e.Kh, e.Vh
+    dOh = split_heads(e.dY @ e.block["wo"].T, 2)
+    dA = dOh @ Vh.swapaxes(1, 2)
+    dS = softmax_backward(A, dA)
+    dQh, dKh = dS @ Kh / math.sqrt(2), dS.swapaxes(1, 2) @ Qh / math.sqrt(2)
+    dVh = A.swapaxes(1, 2) @ dOh
+    print("dOut has the numbers of demo 40; Xn is in demo 28, Qh in 30, Kh in 31, A in 34,")
+    print("Vh in 35, the matrices are in 28 and 37. Head 0:")
+    show("dOh", dOh[0])
+    show("dA", dA[0])
+    show("dS", dS[0])
     sum_of = lambda a, b: " + ".join(f"({number(x, 4)})({number(y, 4)})" for x, y in zip(a, b))
-    (a, b, _), (da, db, _) = e.A[0, 1], dA[1]
-    print(f"dVh_00 = {sum_of(e.A[0, :, 0], dOh[:, 0])} = {number(dVh[0, 0], 4)}")
-    print(f"dA_10  = {sum_of(dOh[1], e.Vh[0, 0])} = {number(dA[1, 0], 4)}")
+    (a, b, _), (da, db, _) = A[0, 1], dA[0, 1]
+    print(f"dVh_00 = {sum_of(A[0, :, 0], dOh[0, :, 0])} = {number(dVh[0, 0, 0], 4)}")
+    print(f"dA_10  = {sum_of(dOh[0, 1], Vh[0, 0])} = {number(dA[0, 1, 0], 4)}")
     print(f"dS_10  = {a:.4f} ({da:z.4f} - ({a:.4f} * {da:z.4f} + {b:.4f} * {db:z.4f}))"
-          f" = {dS[1, 0]:z.4f}")
-    print(f"dQh_10 = ({sum_of(dS[1, :2], e.Kh[0, :2, 0])}) / √2 = {number(dQh[1, 0], 4)}")
-    print(f"dKh_00 = ({sum_of(dS[1:, 0], e.Qh[0, 1:, 0])}) / √2 = {number(dKh[0, 0], 4)}")
-    print("from both heads: row 0 of each dW, then dbk and all of dXn:")
-    for name in "qkvo":
-        show(f"dw{name}", grads[f"w{name}"][0])
+          f" = {dS[0, 1, 0]:z.4f}")
+    print(f"dQh_10 = ({sum_of(dS[0, 1, :2], Kh[0, :2, 0])}) / √2 = {number(dQh[0, 1, 0], 4)}")
+    print(f"dKh_00 = ({sum_of(dS[0, 1:, 0], Qh[0, 1:, 0])}) / √2 = {number(dKh[0, 0, 0], 4)}")
+    print("merged, head 0 in columns 0 and 1; then row 0 of dwq and of dXn, and dbk:")
+    for name, M in (("dQ", dQh), ("dK", dKh), ("dV", dVh)):
+        show(name, merge_heads(M))
+    show("dwq", grads["wq"][0])
+    show("dXn", dXn[0])
     show("dbk", grads["bk"])
-    show("dXn", dXn)
     shifted = dict(e.block, bk=e.block["bk"] + 5)
     same = np.allclose(attention_forward(e.Xn, shifted, 2)[0], e.att, rtol=0, atol=1e-12)
     print(f"5 added to each key bias leaves the output as it is: {same}")
@@ -2506,8 +2513,8 @@ if __name__ == "__main__": demo(demo_attention_backward)
 # - **5b.** Make the mask strict, j < i: write 0 for the 1 at the end of the line in `later_keys`.
 #   What does position 0 now attend to?
 #
-# - **5c.** From the demos of cards 31 to 38, work out dS_20 and dKh_10 of head 0. Why is row 0 of
-#   dQh zero, and row 0 of dKh not?
+# - **5c.** From the demos of cards 31 to 38, work out dS_20 and dKh_10 of head 0. Why has row 2 of
+#   dKh only one term? Add up column 0 of dKh: why does this come out?
 
 # %% [markdown]
 # ## Chapter 6. Transformer
@@ -2707,8 +2714,10 @@ if __name__ == "__main__": demo(demo_block)
 # chain rule ∂Ff/∂X1 is the matrix of FFN times that of LN2; 42.1 multiplies dY by the one, 42.2 the
 # result by the other, and neither matrix is ever built. In the same way X1 = X + Att(X) gives dX =
 # dX1 (I + ∂Att/∂X), which is 42.4 to 42.6. So dX = dY (I + ∂Ff/∂X1)(I + ∂Att/∂X). A block puts two
-# such brackets behind dY, and L blocks put 2L. Multiplied out, one term is always dY alone. Some
-# gradient reaches the first block undiminished, and that is why deep stacks can be trained.
+# such brackets behind dY, and L blocks put 2L. Multiplied out, one term is always dY alone; others
+# may cancel part of it, but none shrinks it. Without the residual path each I would be missing, and
+# dX would be dY times a chain of 2L matrices, which can shrink it to almost nothing. That is why
+# deep stacks can be trained.
 #
 # Shapes at the default sizes; all seven gradients have the shape of X:
 #
@@ -2736,7 +2745,8 @@ def demo_residual_backward():
     dXn2, _ = ffn_backward(e.dY, cache["ffn"], e.block)
     dX1_branch, _, _ = layer_norm_backward(dXn2, cache["ln2"])
     show("dY", e.dY)
-    print("(X, X1, Xn2, ln2_g: demo 41; ln1_g: demo 20; dXn2 is dXn of demo 40)")
+    print("(X, X1, Xn2, ln2_g: demo 41; ln1_g: demo 20; dXn2 is dXn of demo 40; dXn is")
+    print("not that of demo 38, where dOut was dY: here it is dX1)")
     show("dX1_branch", dX1_branch)
     show("dX1", e.dY + dX1_branch)
     show("dXn", attention_backward(e.dY + dX1_branch, cache["attention"], e.block)[0])
@@ -3996,8 +4006,9 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # - **5c.** The average of row 2 of dA under row 2 of A is 0.4036 · 0.9117 + 0.3194 · 0.3306 +
 #   0.2770 · 0.1104 = 0.5042, so dS_20 = 0.4036 (0.9117 - 0.5042) = 0.1645. Key 1 is asked by the
 #   queries 1 and 2, with 0.1123 and -0.0554 in column 1 of dS: dKh_10 = (0.1123 · (-0.3509) +
-#   (-0.0554) · 0.5083) / √2 = -0.0478. Query 0 sees one key only, whose weight is 1 in any case:
-#   row 0 of dS is zero. Key 0 is seen by the later positions, and column 0 of dS is not.
+#   (-0.0554) · 0.5083) / √2 = -0.0478. Only query 2 sees key 2: dKh_20 = (-0.1091 · 0.5083) / √2 =
+#   -0.0392. Column 0 adds up to 0.0870 - 0.0478 - 0.0392 = 0. In a sum over the keys the numbers of
+#   each query cancel, as each row of dS sums to 0; so dbk is 0.
 #
 # - **6a.** Golden files that change: 41, 42, 45, 46, 49 to 51, 53, 55, 56, 61. Wrong are tok_emb,
 #   pos_emb and all that block 0 has but bk. 42.6 still adds dX1 to dX, though X no longer reaches
