@@ -4396,7 +4396,7 @@ SIZES = {                       # what a checkpoint fixes: option, default, chec
     "hidden": (128, whole, "width of the feed-forward layer, F"),
     "layers": (2, whole, "blocks, L"),
     "batch": (16, whole, "windows in a step, B"),
-    "stride": (4, whole, "tokens from the start of one window to the next"),
+    "stride": (None, whole, "tokens from one window's start to the next; default context / 4"),
     "val-fraction": (0.1, share, "share of the text held out for validation; 0: none"),
     "seed": (0, number_type(int, 0), "seed of starting values, batches and samples"),
 }
@@ -4409,7 +4409,7 @@ TRAINING = {                    # what may change when training goes on
     "beta1": (0.75, share, "AdamW: share kept of the mean gradient"),
     "beta2": (0.99, share, "AdamW: share kept of the mean square"),
     "weight-decay": (0.25, number_type(float, 0), "AdamW: pull of matrices towards 0"),
-    "clip": (1.0, number_type(float, 0), "largest norm of the gradients; 0: off"),
+    "clip": (0.25, number_type(float, 0), "largest norm of the gradients; 0: off"),
     "eval-every": (500, number_type(int, 0), "steps between validations; 0: only at the end"),
 }
 
@@ -4428,6 +4428,8 @@ def resolve(options, checkpoint):
     if options.epochs and options.steps is None:    # a plan that is given lifts another one
         settings["steps"] = 0
     settings["text"] = options.text or kept.get("text") or str(Path(__file__).parent / "corpus.txt")
+    if settings["stride"] is None:
+        settings["stride"] = max(1, settings["context"] // 4)
     if settings["lr"] is None:                      # larger models want smaller steps
         settings["lr"] = 1.536 / settings["width"] / settings["layers"]
     if options.lr_min is None and (settings["lr_min"] is None or options.lr is not None):
@@ -4559,7 +4561,7 @@ def train(options):
     def diverged(t, what):
         left = f"{options.out} stays as it was" if Path(options.out).exists() else "none is saved"
         say.line(f"step {t}: {what}: training has diverged, and {left}; "
-                 f"try a smaller --lr (now {s.lr:g}), --clip 1 (now {s.clip:g}) or a smaller "
+                 f"try a smaller --lr (now {s.lr:g}), --clip 0.25 (now {s.clip:g}) or a smaller "
                  f"--weight-decay (now {s.weight_decay:g})")
         return 1
 
