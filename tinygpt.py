@@ -14,7 +14,6 @@ if __name__ == "__main__" and "get_ipython" not in globals() \
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C just ends the program, until main runs
 import argparse
 import atexit
-import codecs
 import contextlib
 import ctypes
 import hashlib
@@ -31,13 +30,12 @@ import shutil
 import sys
 import time
 import warnings
-import zipfile
-import zlib
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
+from itertools import islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +44,7 @@ if sys.version_info < (3, 11):
     raise SystemExit(2)
 try:
     import numpy as np
+    import numpy.random                             # now: later it could swallow a Ctrl-C
 except ModuleNotFoundError:
     print("tinygpt needs numpy: run 'python -m pip install numpy', or 'make train' and then "
           ".venv/bin/python in place of python", file=sys.stderr)
@@ -4090,7 +4089,7 @@ def prepare_for_training():
                 with contextlib.suppress(AttributeError):
                     getattr(blas, name)(1)
     if both_parts is in_turn and len(cores()) > 1:
-        forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
+        forks = sys.platform == "linux" and not multiprocessing.current_process().daemon
         both_parts = SecondProcess() if forks else SecondThread()
 
 
@@ -4113,38 +4112,31 @@ class SecondProcess:
     The two share a piece of memory: the parameters go in, the gradients come out. Threads would do
     too, but each would have to wait for Python's lock again and again.
     """
-    layout, asked = None, 0
+    layout = None                                   # of the shared memory; None: to begin anew
 
     def __call__(self, first, second):
         """(loss, gradients) of both; the second gradients stay valid until the next call."""
         params, *rest = second
         layout = {name: (W.shape, W.dtype) for name, W in params.items()}
-        self.asked += 1
+        before, self.layout = self.layout, None     # None if this call should fail
         try:
-            if layout != self.layout:
-                self.begin(params, layout)
+            if layout != before:
+                self.begin(params)
             for name, W in params.items():
                 self.params[name][...] = W
-            self.place(cores() - core_in_use())         # not both on one core
-            self.pipe.send((self.asked, rest))
-        except OSError:                             # no second process, or it was killed
-            self.layout = None
-        answer = loss_and_grads(*first)
-        try:
-            if self.layout and not self.pipe.poll(0.002):       # some other program is in its way
+            self.place(cores() - core_in_use())     # not both on one core
+            self.pipe.send(rest)
+            answer = loss_and_grads(*first)
+            if not self.pipe.poll(0.002):           # some other program is in its way
                 self.place(core_in_use())
-            while self.layout:
-                number, loss = self.pipe.recv()
-                if number == self.asked:            # not left over from a call that failed
-                    return answer, (loss, self.grads)
-        except (EOFError, OSError):
-            self.layout = None
-        return answer, loss_and_grads(*second)      # the same numbers, later
+            loss = self.pipe.recv()
+        except (EOFError, OSError):                 # no second process, or it was killed
+            return in_turn(first, second)           # the same numbers, later
+        self.layout = layout
+        return answer, (loss, self.grads)
 
-    def begin(self, params, layout):
-        """Start a process for parameters of this layout; an earlier one ends."""
-        if self.layout:
-            self.pipe.close()
+    def begin(self, params):
+        """Start a process for parameters of this layout; an earlier one ends with its pipe."""
         size = sum(W.nbytes for W in params.values())
         memory, at = mmap.mmap(-1, 2 * size), 0
         self.params, self.grads = {}, {}
@@ -4160,7 +4152,6 @@ class SecondProcess:
         self.number = process.pid
         atexit.register(process.kill)               # even where it was stopped
         other.close()
-        self.layout = layout
 
     def place(self, where):
         """Let the second process run on these cores only, if that is possible."""
@@ -4174,11 +4165,10 @@ class SecondProcess:
         self.pipe.close()
         with np.errstate(all="ignore"), contextlib.suppress(EOFError, OSError, MemoryError):
             while True:
-                number, part = pipe.recv()
-                loss, grads = loss_and_grads(self.params, *part)
+                loss, grads = loss_and_grads(self.params, *pipe.recv())
                 for name, g in grads.items():
                     self.grads[name][...] = g
-                pipe.send((number, loss))
+                pipe.send(loss)
 
 
 class SecondThread:
@@ -4207,11 +4197,10 @@ def read_text(path):
         data = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    mark = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
     try:
-        text = data[mark:].decode("utf-8")
+        text = data.decode("utf-8-sig")             # without the byte order mark
     except UnicodeDecodeError as error:
-        at = error.start + mark
+        at = len(data) - len(error.object) + error.start        # its object has no mark either
         raise ValueError(f"{path} is not UTF-8: byte 0x{data[at]:02X} at offset {at}; "
                          f"save it as UTF-8 text") from None
     if (nul := text.count("\0")) > len(text) / 4:
@@ -4250,12 +4239,9 @@ class Checkpoint:
     val_loss: float | None = None
 
 
-def save_checkpoint(path, checkpoint, follow=True):
-    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails.
-
-    Where path is a link, the file it leads to is written, or with follow=False the link replaced.
-    """
-    path = Path(path).resolve() if follow else Path(path)
+def save_checkpoint(path, checkpoint):
+    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails."""
+    path = Path(path).resolve()                     # where path is a link, the file it leads to
     about = {"format": FORMAT, "config": asdict(checkpoint.config),
              "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges,
              "settings": checkpoint.settings, "step": checkpoint.step,
@@ -4263,9 +4249,9 @@ def save_checkpoint(path, checkpoint, follow=True):
     arrays = {"about": np.frombuffer(json.dumps(about).encode("utf-8"), np.uint8)}
     for kind in ("params", "m", "v"):
         arrays |= {f"{kind}/{name}": W for name, W in getattr(checkpoint, kind).items()}
-    for left in path.parent.glob(f".{path.name}.*.tmp"):        # by a process that was killed
+    for left in path.parent.glob(".*.tmp"):                     # by a process that was killed
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > 3600:
+            if left.name.startswith(f".{path.name}.") and time.time() - left.stat().st_mtime > 3600:
                 left.unlink()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
@@ -4309,13 +4295,13 @@ def load_checkpoint(path):
             if not isinstance(settings, dict) or not isinstance(settings.get("text", ""), str):
                 raise ValueError("its settings are no table of names")
             for name, (_, check, _) in (SIZES | TRAINING).items():
-                if (key := name.replace("-", "_")) in settings:
+                if settings.get(key := name.replace("-", "_")) is not None:
                     settings[key] = check(str(settings[key]))
             itos, merges = about["itos"], [tuple(pair) for pair in about["merges"]]
             if len(itos) != config.vocab_size or len(set(itos)) != len(itos) or itos[0] != UNK:
                 raise ValueError("its vocabulary does not fit its configuration")
             if not all(len(pair) == 2 for pair in merges) or \
-                    not all(isinstance(text, str) for text in [*itos, *sum(merges, ())]):
+                    not all(isinstance(text, str) for row in [itos, *merges] for text in row):
                 raise ValueError("its tokenizer is not made of strings")
             if type(about["step"]) is not int or about["step"] < 0:
                 raise ValueError("its step is not a whole number")
@@ -4327,14 +4313,11 @@ def load_checkpoint(path):
             return Checkpoint(config=config, tokenizer=Tokenizer(itos, merges), **arrays,
                               **{name: about[name]
                                  for name in ("settings", "step", "batch_rng", "val_loss")})
-    except KeyError as error:
-        raise ValueError(f"{path} is not a whole tinygpt checkpoint: it lacks "
-                         f"{str(error.args[0]).split(' ')[0]}; train a new one") from None
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, OverflowError,
-            MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error,
-            argparse.ArgumentTypeError) as error:
+    except Exception as error:                      # whatever a damaged archive leads to
         reason = str(error).split("\n")[0]
-        if type(error) is argparse.ArgumentTypeError:
+        if isinstance(error, KeyError):
+            reason = f"it lacks {str(error.args[0]).split(' ')[0]}"
+        elif isinstance(error, argparse.ArgumentTypeError):
             reason = f"one of its settings {reason}"
         elif type(error) is not ValueError or "ickle" in reason:
             reason = "it is no archive of plain arrays, or part of it is lost"
@@ -4358,37 +4341,24 @@ def checked_array(archive, name, shape):
 # when the command line is read, before any file is.
 
 # %%
-def number_type(kind, low, high=math.inf, open_low=False, open_high=False):
-    """A check for argparse: text to a number of that kind in that range."""
-    name = "a whole number" if kind is int else "a number"
-    if kind is int and high == math.inf:
-        high = 10 ** 12
-    bounds = f"{'above' if open_low else 'from'} {low}" + (
-        " up" if high == math.inf else f" to {'below ' if open_high else ''}{high}")
-
+def checked(kind, meaning, fits):
+    """A check for argparse: text to a value of that kind that fits; meaning says in words what."""
     def check(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text!r}") from None
-        if not ((kind is int or math.isfinite(value)) and low <= value <= high
-                and not (open_low and value == low) and not (open_high and value == high)):
-            raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text}")
-        return value
+        with contextlib.suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {meaning}, got {text!r}")
 
     return check
 
 
-def file_name(text):
-    """A check for argparse: any text but the empty one."""
-    if not text:
-        raise argparse.ArgumentTypeError("must be the name of a file, got nothing")
-    return text
-
-
-whole, share = number_type(int, 1), number_type(float, 0, 1, open_high=True)
+count = checked(int, "a whole number from 0 up", lambda n: 0 <= n <= 10 ** 12)
+whole = checked(int, "a whole number from 1 up", lambda n: 1 <= n <= 10 ** 12)
+amount = checked(float, "a number from 0 up", lambda x: 0 <= x < math.inf)
+share = checked(float, "a number from 0 to below 1", lambda x: 0 <= x < 1)
+file_name = checked(str, "the name of a file", bool)
 SIZES = {                       # what a checkpoint fixes: option, default, check, meaning
-    "merges": (1700, number_type(int, 0), "merges the tokenizer may learn; 0: plain characters"),
+    "merges": (1700, count, "merges the tokenizer may learn; 0: plain characters"),
     "context": (16, whole, "tokens in a window, T"),
     "max-context": (32, whole, "rows of the position table, Tmax"),
     "width": (32, whole, "numbers that describe a token, d"),
@@ -4398,19 +4368,19 @@ SIZES = {                       # what a checkpoint fixes: option, default, chec
     "batch": (16, whole, "windows in a step, B"),
     "stride": (None, whole, "tokens from one window's start to the next; default context / 4"),
     "val-fraction": (0.1, share, "share of the text held out for validation; 0: none"),
-    "seed": (0, number_type(int, 0), "seed of starting values, batches and samples"),
+    "seed": (0, count, "seed of starting values, batches and samples"),
 }
 TRAINING = {                    # what may change when training goes on
-    "epochs": (0, number_type(int, 0), "passes over the text; 0: --steps says it"),
-    "steps": (4000, number_type(int, 0), "steps in all; with --epochs: stop there"),
-    "lr": (None, number_type(float, 0), "largest learning rate; default 1.536 / width / layers"),
-    "lr-min": (None, number_type(float, 0), "learning rate at the end; default lr / 40"),
-    "warmup": (None, number_type(int, 0), "steps until the largest rate; default 0.3 steps"),
+    "epochs": (0, count, "passes over the text; 0: --steps says it"),
+    "steps": (4000, count, "steps in all; with --epochs: stop there"),
+    "lr": (None, amount, "largest learning rate; default 1.536 / width / layers"),
+    "lr-min": (None, amount, "learning rate at the end; default lr / 40"),
+    "warmup": (None, count, "steps until the largest rate; default 0.3 steps"),
     "beta1": (0.75, share, "AdamW: share kept of the mean gradient"),
     "beta2": (0.99, share, "AdamW: share kept of the mean square"),
-    "weight-decay": (0.25, number_type(float, 0), "AdamW: pull of matrices towards 0"),
-    "clip": (0.25, number_type(float, 0), "largest norm of the gradients; 0: off"),
-    "eval-every": (500, number_type(int, 0), "steps between validations; 0: only at the end"),
+    "weight-decay": (0.25, amount, "AdamW: pull of matrices towards 0"),
+    "clip": (0.25, amount, "largest norm of the gradients; 0: off"),
+    "eval-every": (500, count, "steps between validations; 0: only at the end"),
 }
 
 
@@ -4422,7 +4392,7 @@ def resolve(options, checkpoint):
         key = name.replace("-", "_")
         given = getattr(options, key)
         settings[key] = kept.get(key, default) if given is None else given
-        if checkpoint and name in SIZES and settings[key] != kept.get(key, settings[key]):
+        if name in SIZES and settings[key] != kept.get(key, settings[key]):
             raise ValueError(f"--{name} {given} does not fit the checkpoint {options.out}, which "
                              f"has {kept[key]}: leave the option out, or train without --resume")
     if options.epochs and options.steps is None:    # a plan that is given lifts another one
@@ -4473,8 +4443,7 @@ def check_target(options):
         Path(options.out).parent.resolve(strict=True)
         out = Path(options.out).resolve()
         probe = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-        with open(probe, "xb"):
-            pass
+        probe.touch(exist_ok=False)
         probe.unlink()
     except (OSError, RuntimeError) as error:        # RuntimeError: links that lead in a circle
         raise ValueError(f"cannot write --out {options.out}: "
@@ -4496,7 +4465,9 @@ def keep_old(path):
     old, checkpoint = f"{path}.old", load_checkpoint(path)
     if Path(old).exists() and load_checkpoint(old).step > checkpoint.step:
         return f"{old} has more steps than the model that was in {path}, and stays"
-    save_checkpoint(old, checkpoint, follow=False)
+    if Path(old).is_symlink():                      # what it leads to is not ours
+        Path(old).unlink()
+    save_checkpoint(old, checkpoint)
     return f"the model that was in {path} is kept as {old}"
 
 
@@ -4508,8 +4479,8 @@ def train(options):
     checkpoint = load_checkpoint(options.out) if options.resume else None
     s = resolve(options, checkpoint)
     check_target(options)
-    config = checkpoint.config if checkpoint else ModelConfig(
-        1, s.context, s.max_context, s.width, s.heads, s.hidden, s.layers)
+    if not checkpoint:                              # sizes are checked before the text is read
+        config = ModelConfig(1, s.context, s.max_context, s.width, s.heads, s.hidden, s.layers)
     try:
         text = read_text(s.text)
     except ValueError as error:
@@ -4518,13 +4489,12 @@ def train(options):
                                        "with --text")) from None
     s.text_sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     say = Progress()
-    if checkpoint is None:
+    if not checkpoint:
         tokenizer = build_tokenizer(text, s.merges)
-        config = ModelConfig(**{**asdict(config), "vocab_size": len(tokenizer.itos)})
+        config = replace(config, vocab_size=len(tokenizer.itos))
         params = init_params(config, np.random.default_rng([s.seed, 0]))
-        checkpoint = Checkpoint(params, config, tokenizer, vars(s))
-    else:
-        tokenizer, params = checkpoint.tokenizer, checkpoint.params
+        checkpoint = Checkpoint(params, config, tokenizer)
+    params, config, tokenizer = checkpoint.params, checkpoint.config, checkpoint.tokenizer
     (x, y), (val_x, val_y), in_use = prepare_data(text, tokenizer, s)
     warn_unknown(tokenizer, text, s.text)
     if s.text_sha256 != checkpoint.settings.get("text_sha256", s.text_sha256):
@@ -4535,7 +4505,7 @@ def train(options):
     per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
     planned = planned or s.steps                            # the length of the schedule
     last = min(s.steps or planned, planned)
-    s.warmup = 3 * planned // 10 if s.warmup is None else s.warmup
+    warmup = 3 * planned // 10 if s.warmup is None else s.warmup
     say.line(f"{len(text):,} characters, {in_use:,} of {config.vocab_size} tokens "
              f"in use, {len(x):,} training windows, {len(val_x):,} validation windows, "
              f"{count_params(params):,} parameters, {per_epoch:,} steps per epoch")
@@ -4556,7 +4526,11 @@ def train(options):
     checkpoint.m, checkpoint.v = optimizer.m, optimizer.v
     chars_per_token = len(tokenizer.decode(val_y.ravel())) / max(val_y.size, 1)
     prepare_for_training()
-    sample = lambda: sample_text(checkpoint, s.seed)
+
+    def sample():                                   # always from the same seed
+        start = start_ids(tokenizer)
+        rng = np.random.default_rng([s.seed, 2])
+        return tokenizer.decode(generate(params, config, start, 64, rng, 0.8)[len(start):]).strip()
 
     def diverged(t, what):
         left = f"{options.out} stays as it was" if Path(options.out).exists() else "none is saved"
@@ -4567,47 +4541,46 @@ def train(options):
 
     if checkpoint.step == 0:
         checkpoint.batch_rng = rng.bit_generator.state
-        say.sample("before training", sample())
-    stop, stopping = Stop(), False
-    with stop:
-        while checkpoint.step < last and not stopping:
-            skip = checkpoint.step % per_epoch              # where a resumed epoch goes on
-            for i, (xb, yb) in enumerate(iterate_batches(x, y, s.batch, rng)):
-                if i < skip:
-                    continue
-                t = checkpoint.step + 1
-                loss, grads = batch_loss_and_grads(params, xb, yb, config)
-                norm = clip_grad_norm(grads, s.clip or math.inf)
-                if not (math.isfinite(loss) and math.isfinite(norm)):
-                    return diverged(t, f"loss {loss}, gradient norm {norm}")
-                lr = lr_schedule(t, s.lr, s.lr_min, s.warmup, planned)
-                optimizer.step(params, grads, lr)
-                checkpoint.step = t
-                if t % per_epoch == 0:                      # the next epoch begins here
-                    checkpoint.batch_rng = rng.bit_generator.state
-                say.step(t, last, loss, lr, xb.size)
-                stopping = stop.signal if t < last else 0       # the last step is the end anyway
-                measuring = t == last or (s.eval_every and t % s.eval_every == 0 and not stopping)
-                sampling = t in (last // 100, last // 10, last // 2, last) and not stopping
-                if measuring or stopping or sampling:
-                    if not all(np.isfinite(W).all() for W in params.values()):
-                        return diverged(t, "parameters are not finite")
-                    if measuring and len(val_x):
-                        checkpoint.val_loss = validation_loss(params, val_x, val_y, config)
-                        if not math.isfinite(checkpoint.val_loss):
-                            return diverged(t, f"validation loss {checkpoint.val_loss}")
-                    try:
-                        written = sample() if sampling else ""
-                    except ValueError as error:
-                        return diverged(t, error)
-                if measuring:
-                    say.measured(checkpoint.val_loss, chars_per_token)
-                if measuring or stopping:
-                    save(options.out, checkpoint)
-                if stopping or t == last:
-                    break
-                if sampling:
-                    say.sample(f"after {t} steps", written)
+        written = sample()
+        say.sample("before training", written)
+    batches = (batch for _ in repeat(None) for batch in iterate_batches(x, y, s.batch, rng))
+    batches = islice(batches, checkpoint.step % per_epoch, None)    # a resumed epoch goes on there
+    stopping, say.start = 0, time.monotonic()
+    with Stop() as stop:
+        for t, (xb, yb) in zip(range(checkpoint.step + 1, last + 1), batches):
+            loss, grads = batch_loss_and_grads(params, xb, yb, config)
+            norm = clip_grad_norm(grads, s.clip or math.inf)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                return diverged(t, f"loss {loss}, gradient norm {norm}")
+            lr = lr_schedule(t, s.lr, s.lr_min, warmup, planned)
+            optimizer.step(params, grads, lr)
+            checkpoint.step = t
+            if t % per_epoch == 0:                          # the next epoch begins here
+                checkpoint.batch_rng = rng.bit_generator.state
+            say.step(t, last, loss, lr, xb.size)
+            stopping = stop.signal if t < last else 0       # the last step is the end anyway
+            measuring = t == last or (s.eval_every and t % s.eval_every == 0 and not stopping)
+            sampling = t in (last // 100, last // 10, last // 2, last) and not stopping
+            if not (measuring or stopping or sampling):
+                continue
+            if not all(np.isfinite(W).all() for W in params.values()):
+                return diverged(t, "parameters are not finite")
+            if measuring and len(val_x):
+                checkpoint.val_loss = validation_loss(params, val_x, val_y, config)
+                if not math.isfinite(checkpoint.val_loss):
+                    return diverged(t, f"validation loss {checkpoint.val_loss}")
+            try:
+                written = sample() if sampling else ""
+            except ValueError as error:
+                return diverged(t, error)
+            if measuring:
+                say.measured(checkpoint.val_loss, chars_per_token)
+            if measuring or stopping:
+                save(options.out, checkpoint)
+            if stopping:
+                break
+            if sampling and t < last:
+                say.sample(f"after {t} steps", written)
     if stopping:
         again = shlex.join(["--resume", "--text", s.text, "--out", options.out])
         say.line(f"stopped after step {checkpoint.step}; the model is in {options.out}; "
@@ -4615,7 +4588,6 @@ def train(options):
         return 128 + stopping
     if last == 0:
         save(options.out, checkpoint)
-        written = sample()
     say.sample(f"after {last} steps", "")
     print_text(written)
     say.line(f"the model is in {options.out}; let it write with: "
@@ -4635,14 +4607,6 @@ def save(path, checkpoint):
 def start_ids(tokenizer):
     """The ids that an empty prompt stands for: a line end, or the first known character."""
     return tokenizer.encode("\n") if "\n" in tokenizer.stoi else [min(1, len(tokenizer.itos) - 1)]
-
-
-def sample_text(checkpoint, seed, n_tokens=64, temperature=0.8):
-    """A short sample, always from the same seed."""
-    start = start_ids(checkpoint.tokenizer)
-    ids = generate(checkpoint.params, checkpoint.config, start, n_tokens,
-                   np.random.default_rng([seed, 2]), temperature)
-    return checkpoint.tokenizer.decode(ids[len(start):]).strip()
 
 
 class Stop:
@@ -4691,7 +4655,7 @@ class Progress:
     def __init__(self):
         self.live = sys.stderr is not None and sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
-        self.tokens, self.steps, self.losses, self.val, self.text = 0, 0, [], "", ""
+        self.tokens, self.losses, self.val, self.text = 0, [], "", ""
 
     def clear(self):
         if self.live and self.text:
@@ -4706,7 +4670,7 @@ class Progress:
         self.line(f"--- {title}" + "".join(f"\n    {row}" for row in text.split("\n") if text))
 
     def step(self, t, last, loss, lr, tokens):
-        self.tokens, self.steps = self.tokens + tokens, self.steps + 1
+        self.tokens += tokens
         self.losses.append(loss)
         self.t, self.last, self.lr = t, last, lr
         now = time.monotonic()
@@ -4718,18 +4682,18 @@ class Progress:
 
     def report(self):
         elapsed = max(time.monotonic() - self.start, 1e-9)
-        left = (self.last - self.t) * elapsed / self.steps
+        left = (self.last - self.t) * elapsed / len(self.losses)
         recent = self.losses[-100:]
         parts = [f"step {self.t:,} of {self.last:,}", f"loss {sum(recent) / len(recent):.3f}",
-                 *([self.val] if self.val else []), f"lr {self.lr:.5f}",
-                 f"{self.tokens / elapsed:,.0f} tokens/s", f"{left:.0f} s left"]
-        return "  ".join(parts) + "  " + self.picture()
+                 self.val, f"lr {self.lr:.5f}", f"{self.tokens / elapsed:,.0f} tokens/s",
+                 f"{left:.0f} s left", self.picture()]
+        return "  ".join(filter(None, parts))
 
     def picture(self):
         """The losses so far as a row of blocks, a block for each tenth of the training."""
-        step = max(1, self.last // 10)
-        means = [sum(part) / len(part) for part in
-                 (self.losses[i:i + step] for i in range(0, len(self.losses), step))][:10]
+        step = -(-self.last // 10)
+        parts = (self.losses[i:i + step] for i in range(0, len(self.losses), step))
+        means = [sum(part) / len(part) for part in parts]
         try:
             self.BLOCKS.encode(getattr(sys.stderr, "encoding", None) or "ascii")
         except (UnicodeEncodeError, LookupError):
@@ -4738,7 +4702,7 @@ class Progress:
         return "".join(self.BLOCKS[int(7 * (mean - low) / (high - low or 1))] for mean in means)
 
     def measured(self, val_loss, chars_per_token):
-        if val_loss is not None:
+        if chars_per_token:                         # else there is no validation
             bits = val_loss / math.log(2) / chars_per_token
             self.val = (f"validation {val_loss:.3f}  perplexity {perplexity(val_loss):.1f}  "
                         f"bits per character {bits:.3f}")
@@ -4771,13 +4735,12 @@ def run_generate(options):
     """Print the prompt and what the model writes after it."""
     checkpoint = load_checkpoint(options.model)
     tokenizer = checkpoint.tokenizer
-    prompt = plain_lines(options.prompt)
-    warn_unknown(tokenizer, prompt, "the prompt")
-    start = tokenizer.encode(prompt) or start_ids(tokenizer)
+    warn_unknown(tokenizer, options.prompt, "the prompt")
+    start = tokenizer.encode(options.prompt) or start_ids(tokenizer)
     rng = np.random.default_rng(options.seed)
     ids = generate(checkpoint.params, checkpoint.config, start, options.tokens, rng,
                    options.temperature, options.top_k, options.top_p)
-    print_text(prompt + tokenizer.decode(ids[len(start):]))
+    print_text(options.prompt + tokenizer.decode(ids[len(start):]))
     return 0
 
 
@@ -4799,9 +4762,8 @@ def run_look(options):
     """Show what the model sees in a prompt: tokens, surprise, attention, likeliest next tokens."""
     checkpoint = load_checkpoint(options.model)
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    prompt = plain_lines(options.prompt)
-    warn_unknown(tokenizer, prompt, "the prompt")
-    ids = tokenizer.encode(prompt) or start_ids(tokenizer)
+    warn_unknown(tokenizer, options.prompt, "the prompt")
+    ids = tokenizer.encode(options.prompt) or start_ids(tokenizer)
     x = np.array(ids[-min(config.context, 32):])                            # (T,)
     T, tokens = len(x), [tokenizer.itos[i] for i in x]
     if T < len(ids):
@@ -4812,7 +4774,7 @@ def run_look(options):
     print(paint("tokens, and how much each surprised the model (loss in nats)", 1))
     for t in range(T):
         loss = cross_entropy_forward(logits[t - 1:t], x[t:t + 1])[0] if t else None
-        bar = "" if loss is None else f"{loss:8.3f}  {'█' * min(40, round(4 * loss))}"
+        bar = f"{loss:8.3f}  {'█' * round(min(40, 4 * loss))}" if t else ""
         print(f"{t:4}  {visible(tokens[t], 16)} id {x[t]:5}" + paint(bar, 31).rstrip())
     shades = " ░▒▓█"
     print(paint("attention of row i to column j: ░ 1/8, ▒ 3/8, ▓ 5/8, █ 7/8 or more", 1))
@@ -4845,10 +4807,10 @@ def run_gradcheck(options):
             W += rng.uniform(-0.5, 0.5, W.shape)
     x, y = (rng.integers(0, config.vocab_size, (3, config.context)) for _ in range(2))
     worst = check_params(params, x, y, config, rng, options.samples)
+    wrong = [name for name, error in worst.items() if not error < 1e-4]
     for name, error in worst.items():
         print(f"{name:14} {str(params[name].shape):9} worst relative error {error:.1e}"
-              + ("" if error < 1e-4 else "  WRONG"))
-    wrong = [name for name, error in worst.items() if not error < 1e-4]
+              + "  WRONG" * (name in wrong))
     print(f"{len(worst) - len(wrong)} of {len(worst)} arrays agree with central differences to 1e-4"
           + (f"; wrong: {', '.join(wrong)}" if wrong else ""))
     return 1 if wrong else 0
@@ -4856,45 +4818,41 @@ def run_gradcheck(options):
 
 def cards():
     """[(number, slug, title, direction, functions, line, demo)], read from this file itself."""
-    index, numbered = [], enumerate(Path(__file__).read_text(encoding="utf-8").splitlines(), 1)
-    for i, line in numbered:
-        if line == "# ## The program":
-            break
+    book = Path(__file__).read_text(encoding="utf-8").split("\n# ## The program\n")[0]
+    index, functions = [], []
+    for i, line in enumerate(book.splitlines(), 1):
         if match := re.match(r"# ### (\d+)\. (.+)", line):
-            title = re.sub(r" \((forward|backward)\)$", "", match[2])
-            words = re.findall(r"backward|forward\b", match[2])
-            index.append([int(match[1]), "", title, words[-1] if words else "", [], i, None])
-        elif index and (match := re.match(r"(?:def|class) (\w+)", line)):
-            if match[1].startswith("demo_"):
-                index[-1][1] = match[1].removeprefix("demo_").replace("_", "-")
-                index[-1][6] = globals()[match[1]]
-            elif index[-1][6] is None:
-                index[-1][4].append(match[1])
-    return [(n, slug, title, direction, ", ".join(functions), i, play)
-            for n, slug, title, direction, functions, i, play in index]
+            n, heading, at, functions = int(match[1]), match[2], i, []
+        elif match := re.match(r"(?:def|class) demo_(\w+)", line):
+            title = re.sub(r" \((forward|backward)\)$", "", heading)
+            words = re.findall(r"backward|forward\b", heading)
+            index.append((n, match[1].replace("_", "-"), title, words[-1] if words else "",
+                          ", ".join(functions), at, globals()[f"demo_{match[1]}"]))
+        elif match := re.match(r"(?:def|class) (\w+)", line):
+            functions.append(match[1])
+    return index
 
 
 def play_demos(options):
     """Play the demos of the named cards, or all."""
     index = cards()
     known = {str(card[0]): card for card in index} | {card[1]: card for card in index}
-    chosen = []
     for name in options.names:
         if name not in known:
             near = get_close_matches(name, known, n=3, cutoff=0.5)
             raise ValueError(f"there is no demo {name!r}: "
                              + (f"did you mean {', '.join(near)}? " if near else "")
                              + "'python tinygpt.py demo --list' names all")
-        chosen.append(known[name])
+    chosen = [known[name] for name in options.names] or index
     if options.list:
-        for n, slug, title, direction, functions, line, _ in chosen or index:
+        for n, slug, title, direction, functions, line, _ in chosen:
             print(f"{n:2}  {slug:22}  line {line:4}  {title}"
                   + (f" ({direction})" if direction and direction not in title else "")
                   + (f": {functions}" if functions else ""))
         return 0
-    for i, (n, slug, title, direction, *_, play) in enumerate(chosen or index):
-        if len(chosen) != 1:
-            print(f"{'' if i == 0 else chr(10)}=== {n}. {title} ({slug})")
+    for i, (n, slug, title, *_, play) in enumerate(chosen):
+        if len(chosen) > 1:
+            print("\n" * (i > 0) + f"=== {n}. {title} ({slug})")
         play()
     return 0
 
@@ -4963,9 +4921,8 @@ def run_bench(options):
     default = ModelConfig(512)
     wide = ModelConfig(65, 64, 64, width=128, heads=4, hidden=512, layers=4)
     print(f"{'work':54}{'median':>12}{'rate':>22}")
-    for config, batch in ((default, 16), (wide, 12)):
-        step, products = milliseconds(*training_step(config, batch))
-        c = config
+    for c, batch in ((default, 16), (wide, 12)):
+        step, products = milliseconds(*training_step(c, batch))
         what = (f"training step, V={c.vocab_size} T={c.context} B={batch} L={c.layers} "
                 f"H={c.heads} d={c.width}")
         print(f"{what:54}{step:9.2f} ms{batch * c.context / step * 1000:13,.0f} tokens/s")
@@ -5035,8 +4992,8 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors on one line."""
 
     def error(self, message):
-        tell(f"{self.prog}: {message}; see '{self.prog} --help'"
-             .replace("\0", "").replace("\n", "\\n"))
+        tell(escaped(f"{self.prog}: {message}; see '{self.prog} --help'".replace("\0", ""))
+             .replace("\n", "\\n"))
         raise SystemExit(2)
 
 
@@ -5051,33 +5008,31 @@ def build_parser():
         return sub
 
     def add(sub, name, default, check, help):
-        sub.add_argument(f"--{name}", type=check, default=default, metavar="N", help=help)
+        sub.add_argument(f"--{name}", type=check, default=default, help=help,
+                         metavar="FILE" if check is file_name else "N")
 
     p = command("train", train, "learn from a text, save the model, write a sample")
-    here = Path(__file__).parent
-    p.add_argument("--text", metavar="FILE", type=file_name,
-                   help="UTF-8 text to learn from (corpus.txt; with --resume, the text so far)")
-    p.add_argument("--out", default="tinygpt.npz", metavar="FILE", type=file_name,
-                   help="the model (tinygpt.npz)")
+    add(p, "text", None, file_name,
+        "UTF-8 text to learn from (corpus.txt; with --resume, the text so far)")
+    add(p, "out", "tinygpt.npz", file_name, "the model (tinygpt.npz)")
     p.add_argument("--resume", action="store_true", help="go on training the model in --out")
     for name, (default, check, help) in (SIZES | TRAINING).items():
         add(p, name, None, check, help if default is None else f"{help} ({default})")
 
     def add_sampling(p):
-        p.add_argument("--model", default="tinygpt.npz", metavar="FILE", type=file_name,
-                       help="(tinygpt.npz)")
+        add(p, "model", "tinygpt.npz", file_name, "(tinygpt.npz)")
         p.add_argument("--prompt", default="", metavar="TEXT",
-                       type=lambda text: text.removeprefix("\0"),      # see main
+                       type=lambda text: plain_lines(text.removeprefix("\0")),     # see main
                        help="the text to go on from; empty: a line end")
-        add(p, "temperature", 0.8, number_type(float, 0), "0: always the likeliest token (0.8)")
-        add(p, "top-k", 0, number_type(int, 0), "keep the N likeliest tokens; 0: all (0)")
-        add(p, "top-p", 1.0, number_type(float, 0, 1, open_low=True),
+        add(p, "temperature", 0.8, amount, "0: always the likeliest token (0.8)")
+        add(p, "top-k", 0, count, "keep the N likeliest tokens; 0: all (0)")
+        add(p, "top-p", 1.0, checked(float, "a number above 0 and up to 1", lambda x: 0 < x <= 1),
             "keep the likeliest tokens up to this total probability; 1: all (1)")
 
     p = command("generate", run_generate, "let a trained model write")
     add_sampling(p)
-    add(p, "tokens", 200, number_type(int, 0), "tokens to write (200)")
-    add(p, "seed", 0, number_type(int, 0), "another seed writes another text (0)")
+    add(p, "tokens", 200, count, "tokens to write (200)")
+    add(p, "seed", 0, count, "another seed writes another text (0)")
 
     p = command("look", run_look, "show what a trained model sees in a prompt")
     add_sampling(p)
@@ -5087,13 +5042,14 @@ def build_parser():
     p.add_argument("--list", action="store_true", help="list the cards")
 
     p = command("bench", run_bench, "measure speed and memory on this machine")
-    p.add_argument("--text", default=str(here / "corpus.txt"), metavar="FILE", type=file_name,
-                   help="UTF-8 text for the tokenizer (corpus.txt)")
+    add(p, "text", str(Path(__file__).parent / "corpus.txt"), file_name,
+        "UTF-8 text for the tokenizer (corpus.txt)")
     p.add_argument("--scale", action="store_true", help="how the cost grows with T, d, L and B")
 
     p = command("gradcheck", run_gradcheck, "hold every gradient against central differences")
-    add(p, "samples", 20, number_type(int, 1, 1000), "entries drawn from each array (20)")
-    add(p, "seed", 0, number_type(int, 0), "seed of model and entries (0)")
+    few = checked(int, "a whole number from 1 to 1000", lambda n: 1 <= n <= 1000)
+    add(p, "samples", 20, few, "entries drawn from each array (20)")
+    add(p, "seed", 0, count, "seed of model and entries (0)")
     return parser
 
 
@@ -5104,15 +5060,15 @@ def main(argv=None):
         if argv[i - 1] == "--prompt":
             argv[i - 1:i + 1] = [f"--prompt={argv[i]}"]
     argv = [re.sub(r"^--prompt=", "--prompt=\0", arg) for arg in argv]
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        with contextlib.suppress(ValueError):       # not in the main thread
-            signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:                          # closed by the shell
         sys.stdout = open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):          # a narrow console shows what it can
             stream.reconfigure(errors="backslashreplace")
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            with contextlib.suppress(ValueError):   # not in the main thread
+                signal.signal(signal.SIGINT, signal.default_int_handler)
         parser = build_parser()
         if bare := [arg for arg in argv if re.fullmatch(r"--[\w-]+=--", arg)]:
             parser.error(f"argument {bare[0][:-3]}: -- is no value")
