@@ -86,10 +86,16 @@ def test_no_pickle_and_the_same_bytes_each_time(saved, tmp_path):
     assert (tmp_path / "again.npz").read_bytes() == saved.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["model", "run.ckpt", "x.npz.tmp", "a.b.npz"])
+@pytest.mark.parametrize("name", ["model", "run.ckpt", "x.npz.tmp", "a.b.npz", "a**b.npz", "[ab].npz"])
 def test_the_name_given_is_the_name_that_works(name, tmp_path):
+    left = tmp_path / f".{name}.1.tmp"              # by a process that was killed
+    others = {tmp_path / ".a.npz.1.tmp", tmp_path / f".{name}.2.tmp"}
+    for path in (left, *others):
+        path.touch()
+    for path in (left, tmp_path / ".a.npz.1.tmp"):
+        os.utime(path, (0, 0))
     t.save_checkpoint(tmp_path / name, make_checkpoint())
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert set(tmp_path.iterdir()) == {tmp_path / name, *others}
     assert t.load_checkpoint(tmp_path / name).step == 3
 
 
@@ -146,6 +152,12 @@ def test_a_crafted_file_is_refused_and_its_code_is_not_run(saved):
     assert trap.exists(), "the trap does work"
 
 
+def other_compression(data):
+    """The first entry said to be packed as LZMA, which it is not."""
+    directory = int.from_bytes(data[data.rindex(b"PK\5\6") + 16:][:4], "little")
+    return data[:directory + 10] + b"\x0e" + data[directory + 11:]
+
+
 DAMAGE = {
     "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("this is no archive"),
@@ -191,6 +203,7 @@ DAMAGE = {
     "negative squares": lambda path: rewritten(
         path, lambda e: e.update({"v/lnf_g.npy": npy(np.full(6, -1, np.float32))})),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "another compression": lambda path: path.write_bytes(other_compression(path.read_bytes())),
 }
 
 
@@ -287,8 +300,8 @@ def test_no_steps_saves_an_untrained_model(train):
     start = t.init_params(checkpoint.config, np.random.default_rng([0, 0]))
     assert checkpoint.step == 0
     assert all(np.array_equal(W, checkpoint.params[name]) for name, W in start.items())
-    assert train("--resume", "--steps", 3)[0] == 0
-    train(*SMALL, "--steps", 3, out="whole.npz")
+    assert train("--resume", "--steps", 12)[0] == 0             # the warm-up is that of 12 steps
+    train(*SMALL, "--steps", 12, out="whole.npz")
     assert same(train.folder / "whole.npz", train.folder / "out.npz")
 
 
@@ -352,6 +365,14 @@ def test_a_lost_text_is_named_as_that_of_the_training_so_far(train, capsys):
     err = capsys.readouterr().err
     assert code == 2 and "text.txt" in err and "--text" in err and err.count("\n") == 1
     assert train("--resume", "--steps", 2, text="moved.txt")[0] == 0
+
+
+def test_look_shows_a_loss_that_is_infinite(saved, capsys):
+    bias = np.full(len(make_checkpoint().tokenizer.itos), -3e38, np.float32)
+    bias[0] = 3e38
+    rewritten(saved, lambda e: e.update({"params/head_b.npy": npy(bias)}))
+    assert t.main(["look", "--model", str(saved), "--prompt", "the hen"]) == 0
+    assert "inf" in capsys.readouterr().out
 
 
 def test_look_names_a_model_that_has_diverged(saved, capsys):

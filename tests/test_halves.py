@@ -106,3 +106,18 @@ def test_the_second_process_ends_with_the_first(tmp_path):
         time.sleep(0.05)
     os.kill(second, signal.SIGKILL)
     raise AssertionError("the second process outlived the first")
+
+
+@on_linux
+def test_a_worker_that_may_have_no_children_trains_too():
+    code = ("import multiprocessing, numpy as np, tinygpt as t\n"
+            "def work():\n"
+            "    t.prepare_for_training()\n"
+            "    c, x = t.ModelConfig(13, 32, 32, 64, 4, 64, 1), np.ones((33, 32), int)\n"
+            "    p = t.init_params(c, np.random.default_rng(0))\n"
+            "    print(t.batch_loss_and_grads(p, x, x, c)[0] > 0, flush=True)\n"
+            "process = multiprocessing.get_context('fork').Process(target=work, daemon=True)\n"
+            "process.start(), process.join()")
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, text=True,
+                            capture_output=True)
+    assert result.stdout == "True\n", result

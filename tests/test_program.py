@@ -377,6 +377,8 @@ def test_usage_errors_take_one_line():
 def test_names_in_messages_cannot_write_to_the_terminal():
     refused(run("generate", "--model", "a\x1b[31m\rb.npz"), "a\\x1b[31m\\rb.npz")
     refused(run("generate", "--model", "my model.npz"), "--out 'my model.npz'")
+    refused(run("train", "--a\x1b[31mb"), "--a\\x1b[31mb")
+    refused(run("train", "--steps", "\r-5"), "'\\r-5'")
 
 
 @pytest.mark.parametrize("numbers, code", [
@@ -420,6 +422,16 @@ def test_an_interrupt_while_numpy_is_loaded_shows_no_traceback(tmp_path):
     finally:
         signal.signal(signal.SIGINT, before)
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_no_compiled_part_of_numpy_is_loaded_later():
+    """It may swallow a Ctrl-C."""
+    code = ("import sys, tinygpt as t; before = set(sys.modules)\n"
+            "t.main(['demo', '9']), t.main(['gradcheck', '--samples', '1'])\n"
+            "later = [getattr(sys.modules[name], '__file__', None) for name in set(sys.modules) - before]\n"
+            "print([file for file in later if file and 'numpy' in file and file.endswith('.so')])")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert result.stdout.endswith("\n[]\n"), result
 
 
 def test_an_old_python_is_named(tmp_path):
