@@ -4866,7 +4866,7 @@ def training_step(config, batch):
 
     def step():
         _, grads = batch_loss_and_grads(params, x, y, config)
-        clip_grad_norm(grads, 1.0)
+        clip_grad_norm(grads, 0.25)
         optimizer.step(params, grads, 1e-3)
 
     def matrices(B):
