@@ -2520,8 +2520,8 @@ if __name__ == "__main__": demo(demo_attention_backward)
 #
 # Attention moves information between positions. A feed-forward network works on each position
 # alone. One of each, with a LayerNorm before it, makes a block. Blocks are stacked. The tables
-# stand in front of them, a last LayerNorm and a linear layer that gives the scores of the next
-# token behind them, and that is the whole model, called a transformer.
+# stand in front of them; behind them come a last LayerNorm and a linear layer that gives the scores
+# of the next token. That is the whole model, called a transformer.
 
 # %% [markdown]
 # ### 39. Feed-forward network, forward
@@ -2629,8 +2629,8 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 # A block does not replace X, it adds to X. What attention finds is added to the row, then what the
 # feed-forward network makes of that is added too. The row is like a sheet that is handed from block
 # to block, and each may write on it. The path on which X itself reaches the sum, past the branch,
-# is called the residual connection. It also lets gradients travel back through many blocks without
-# being weakened (card 42).
+# is called the residual connection. It also gives the gradients a way back through many blocks that
+# does not weaken them (card 42).
 #
 #     X ─┬─ LN1 ─ Attention ─ + ─ X1 ─┬─ LN2 ─ FFN ─ + ─ Y
 #        └────────────────────┘       └──────────────┘
@@ -2768,8 +2768,8 @@ if __name__ == "__main__": demo(demo_residual_backward)
 # %% [markdown]
 # ### 43. Starting values of the parameters
 #
-# Matrices start random (card 23), both embedding tables included. Rows of a table are looked up and
-# not added up, so for them the rule of card 23 has no deeper reason; it just gives small numbers.
+# Matrices start random (card 23), both embedding tables included. A table is looked up and not
+# multiplied, so for it the rule of card 23 has no deeper reason; it just gives small numbers.
 # Biases and the offsets of LayerNorm start at 0, so that nothing is preferred. Gains start at 1, so
 # that LayerNorm starts as plain normalisation; gains of 0 would silence the branch behind it.
 #
@@ -3115,10 +3115,10 @@ def check_params(params, x, y, config, rng, samples=10, h=1e-5):
     used = {"tok_emb": np.unique(x), "pos_emb": np.arange(np.shape(x)[-1])}
     worst = {}
     for name, W in params.items():
-        choices = used.get(name, np.arange(len(W)))                         # rows to draw from
+        among = used.get(name, np.arange(len(W)))                           # rows to draw from
         errors = []
         for _ in range(samples):
-            i = (choices[rng.integers(len(choices))], *(rng.integers(n) for n in W.shape[1:]))
+            i = (among[rng.integers(len(among))], *(rng.integers(size) for size in W.shape[1:]))
             old = W[i]
             W[i] = old + h
             up = loss()
@@ -4356,7 +4356,7 @@ count = checked(int, "a whole number from 0 up", lambda n: 0 <= n <= 10 ** 12)
 whole = checked(int, "a whole number from 1 up", lambda n: 1 <= n <= 10 ** 12)
 amount = checked(float, "a number from 0 up", lambda x: 0 <= x < math.inf)
 share = checked(float, "a number from 0 to below 1", lambda x: 0 <= x < 1)
-file_name = checked(str, "the name of a file", bool)
+file_name = checked(lambda text: "./" * text.startswith("-") + text, "the name of a file", bool)
 SIZES = {                       # what a checkpoint fixes: option, default, check, meaning
     "merges": (1700, count, "merges the tokenizer may learn; 0: plain characters"),
     "context": (16, whole, "tokens in a window, T"),

@@ -198,6 +198,13 @@ def test_prompts_that_begin_with_a_dash_or_are_empty(folder, prompt):
     assert result.returncode == 0 and result.stdout.startswith(prompt)
 
 
+def test_a_file_whose_name_begins_with_a_dash(tmp_path):
+    (tmp_path / "-t.txt").write_text(TEXT, encoding="utf-8")
+    result = run("train", "--text=-t.txt", "--out=-m.npz", *SMALL, "--steps", 1, cwd=tmp_path)
+    command = result.stderr.split("let it write with: python tinygpt.py ")[1].split()
+    assert (tmp_path / "-m.npz").is_file() and run(*command, cwd=tmp_path).returncode == 0
+
+
 def test_an_unknown_character_in_the_prompt_is_named_once(folder):
     result = run("generate", "--model", folder / "model.npz", "--tokens", 3, "--prompt", "hZnZ")
     assert result.returncode == 0
