@@ -2,15 +2,18 @@
 PYTHON ?= python3
 VENV = .venv
 RUN = $(VENV)/bin/python
+PYTEST = $(RUN) -m pytest -q -p no:cacheprovider
 
 help:
-	@echo "make train      learn from corpus.txt, then write (about a minute)"
+	@echo "make train      learn from corpus.txt, then write (about half a minute)"
 	@echo "make generate   let the trained model write"
 	@echo "make demo       play the 61 worked examples"
+	@echo "make check      after a change: which examples print something else, and why"
 	@echo "make test       run all tests"
 	@echo "make golden     write the golden files anew, after an intended change"
 	@echo "make gradcheck  hold every gradient against central differences"
 	@echo "make bench      measure speed and memory"
+	@echo "make mutants    change each line of the mathematics in turn, to see that the tests notice"
 	@echo "make clean      remove what was installed and trained here"
 
 $(VENV)/run:
@@ -23,28 +26,22 @@ $(VENV)/test: $(VENV)/run
 	$(RUN) -m pip install --quiet --disable-pip-version-check "pytest>=8" "syrupy>=5"
 	touch $@
 
-train: $(VENV)/run
-	$(RUN) tinygpt.py train
+train generate demo gradcheck bench: $(VENV)/run
+	$(RUN) tinygpt.py $@
 
-generate: $(VENV)/run
-	$(RUN) tinygpt.py generate
-
-demo: $(VENV)/run
-	$(RUN) tinygpt.py demo
-
-gradcheck: $(VENV)/run
-	$(RUN) tinygpt.py gradcheck
-
-bench: $(VENV)/run
-	$(RUN) tinygpt.py bench
+check: $(VENV)/run
+	$(RUN) tinygpt.py demo --changed
 
 test: $(VENV)/test
-	$(RUN) -m pytest -q -p no:cacheprovider tests
+	$(PYTEST) tests/test_golden.py tests
 
 golden: $(VENV)/test
-	$(RUN) -m pytest -q -p no:cacheprovider -p no:warnings tests/test_golden.py --snapshot-update
+	$(PYTEST) -p no:warnings tests/test_golden.py --snapshot-update
+
+mutants: $(VENV)/test
+	$(RUN) tests/mutants.py
 
 clean:
 	rm -rf $(VENV) __pycache__ tests/__pycache__ tinygpt.npz
 
-.PHONY: help train generate demo gradcheck bench test golden clean
+.PHONY: help train generate demo gradcheck bench check test golden mutants clean

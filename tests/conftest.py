@@ -1,14 +1,30 @@
-"""Shared by all tests: the import path, and golden files as plain text in golden/."""
+"""Shared by all tests: golden files as plain text, the command line, a trained model."""
+import contextlib
+import io
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "golden"
+PROGRAM = str(ROOT / "tinygpt.py")
 sys.path.insert(0, str(ROOT))
+
+import tinygpt as t                                 # noqa: E402
+
+TEXT = ("the hen sat in the sun. the fox ran to the hen. the hen ran to the den.\n"
+        "\"why do you run?\" said the fox. \"why do you ask?\" said the hen.\n") * 8
+SMALL = ["--merges", "20", "--context", "8", "--max-context", "10", "--width", "12", "--heads", "3",
+         "--hidden", "20", "--layers", "1", "--batch", "4", "--stride", "3"]
+posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals, pipes or devices")
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
 class GoldenText(SingleFileSnapshotExtension):
@@ -33,3 +49,108 @@ class GoldenText(SingleFileSnapshotExtension):
 @pytest.fixture
 def golden(snapshot):
     return snapshot.use_extension(GoldenText)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(2024)
+
+
+def run(*args, cwd=None):
+    """Run the command line inside this process, which is much faster."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd or "."), contextlib.redirect_stdout(out), \
+            contextlib.redirect_stderr(err):
+        try:
+            code = t.main([str(arg) for arg in args])
+        except SystemExit as stop:
+            code = stop.code
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+def plain_environment(**more):
+    """Only what a program needs to start: what happens to be set here hides no fault."""
+    kept = ("PATH", "HOME", "SYSTEMROOT", "TEMP", "TMP", "LD_LIBRARY_PATH")
+    return {name: os.environ[name] for name in kept if name in os.environ} | more
+
+
+def usual_signals():
+    """For a new process: signals as in a shell, even if they are ignored here."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def start(*args, **options):
+    """Start the command line in a process of its own, in a plain environment."""
+    options["env"] = plain_environment(**(options.get("env") or {}))
+    if os.name != "nt":
+        options["preexec_fn"] = usual_signals
+    return subprocess.Popen([sys.executable, PROGRAM, *map(str, args)],
+                            stdin=subprocess.DEVNULL, **options)
+
+
+def run_process(*args, text=True, **options):
+    """Run the command line in a process of its own; stdout and stderr are kept."""
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE) | options
+    process = start(*args, text=text, encoding="utf-8" if text else None, **options)
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+
+def refused(result, *words):
+    """Exit code 2, nothing on stdout, one line on stderr that has all the words."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
+    for word in words:
+        assert word in result.stderr, (word, result.stderr)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A folder with text.txt and a model.npz trained on it, and what the training printed."""
+    path = tmp_path_factory.mktemp("trained")
+    (path / "text.txt").write_text(TEXT, encoding="utf-8")
+    result = run_process("train", "--text", "text.txt", "--out", "model.npz", *SMALL, "--steps", 120,
+                         "--eval-every", 40, cwd=path)
+    assert result.returncode == 0, result.stderr
+    (path / "stdout").write_text(result.stdout, encoding="utf-8")
+    (path / "stderr").write_text(result.stderr, encoding="utf-8")
+    return path
+
+
+def make_checkpoint(step=3, seed=0):
+    """A small checkpoint in the middle of a training."""
+    tokenizer = t.build_tokenizer("the hen, the fox and the café. " * 3, 5)
+    config = t.ModelConfig(len(tokenizer.itos), context=4, max_context=6, width=6, heads=2,
+                           hidden=5, layers=2)
+    rng = np.random.default_rng(seed)
+    params, m, v = (t.init_params(config, rng) for _ in range(3))
+    v = {name: W * W for name, W in v.items()}
+    return t.Checkpoint(params, config, tokenizer, {"lr": 0.01, "clip": 0}, step, m, v,
+                        rng.bit_generator.state, 1.5, t.code_checksum())
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def changed_module(*changes):
+    """A second tinygpt with lines of its source changed: (old text, new text), ..."""
+    import types
+    source = Path(PROGRAM).read_text(encoding="utf-8")
+    for old, new in changes:
+        assert source.count(old) == 1, (source.count(old), old)
+        source = source.replace(old, new)
+    module = types.ModuleType("altered")
+    module.__file__ = t.__file__
+    sys.modules["altered"] = module                 # dataclasses look their module up
+    try:
+        exec(compile(source, "altered", "exec"), module.__dict__)
+    finally:
+        del sys.modules["altered"]
+    return module
