@@ -201,10 +201,11 @@ def block_params(params, l):
 # early or from outside: X0, the input of chapter 3, which card 26 explains; Xn2 in cards 39 and 40,
 # which card 41 explains; and the gradient dY, which is made up. Demos that need other numbers bring
 # their own. What is printed is rounded, while the computation goes on with all digits, so the last
-# digit may differ by one or two when you redo a step with the printed numbers. Where a demo runs
-# the whole model, as in cards 46, 49, 53, 55 and 61 and at the end of 50, 51 and 56, its results
-# would take an evening by hand. And what a random generator draws, in cards 9, 23, 32, 43 and 60,
-# has to be taken as given.
+# digit may differ by a little when you redo a step with the printed numbers. Where a demo runs the
+# whole model or all of a backward pass, as in cards 42, 46, 49, 53, 55 and 61, in the training
+# loop, and at the end of 50, 51 and 56, its results would take an evening by hand. And what a
+# random generator draws, in cards 9, 23, 32, 43, 49, 60 and 61 and in the loop, has to be taken as
+# given.
 #
 # `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
 # file runs as a program, the command line decides (see 'The program' at the end).
@@ -519,11 +520,12 @@ def demo_apply_merge():
         print("  ->  ".join(f"{step:9}" for step in steps).rstrip())
     print(f"merges: {merges}")
     print("after the first, ' ' 's', ' ' 't', 's' 'e' tie at 3; then ' ' 't', ' s' 'e' do")
-    print(f"a tie, the smallest pair first: {train_bpe_on_text('nmlknmlk', 3)}")
-    print(f"no pair occurs twice:           {train_bpe_on_text('abcdef', 3)}")
-    print(f"only one does, in xabyab:       {train_bpe_on_text('xabyab', 3)}")
-    print(f"a word twice, in abab b b:      {train_bpe_on_text('abab b b', 6)}")
-    print(f"bbabaabbabaababbabbbbaba:\n  {train_bpe_on_text('bbabaabbabaababbabbbbaba', 9)}")
+    print("merges of other texts, at most so many:")
+    print(f"nmlknmlk, 3, a tie: {train_bpe_on_text('nmlknmlk', 3)}")
+    print(f"abcdef, 3, no pair occurs twice: {train_bpe_on_text('abcdef', 3)}")
+    print(f"xabyab, 3, only one does: {train_bpe_on_text('xabyab', 3)}")
+    print(f"abab b b, 6, a word twice: {train_bpe_on_text('abab b b', 6)}")
+    print(f"bbabaabbabaababbabbbbaba, 9:\n  {train_bpe_on_text('bbabaabbabaababbabbbbaba', 9)}")
     print(f"a a a with the pair (a, a):   {merge_tokens(['a', 'a', 'a'], ('a', 'a'))}")
     print(f"a a a a with the pair (a, a): {merge_tokens(['a', 'a', 'a', 'a'], ('a', 'a'))}")
 
@@ -862,6 +864,7 @@ def iterate_batches(x, y, batch, rng):
 def demo_batches():
     e = example(9)
     x, y = make_windows(e.train_ids, 3, stride=2)
+    print("the training ids of the running example, T = 3, stride 2")
     print("window " + "  ".join(f"{i}: {row.tolist()}" for i, row in enumerate(x[:5])))
     print("       " + "  ".join(f"{i}: {row.tolist()}" for i, row in enumerate(x[5:], 5)))
     print(f"{len(x)} windows, B = 3: {-(-len(x) // 3)} batches")
@@ -918,10 +921,10 @@ if __name__ == "__main__": demo(demo_batches)
 # again: over each row, over each column, and the mean of each row, with a column of 1/n in place of
 # ones. `column` makes such a column once and keeps it.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     X (T, d) = (16, 32)    a window going into attention
-#     X (T, F) = (16, 128)   its hidden numbers, in the feed-forward layer (card 39)
+#     X (T, d) = (16, 32)                   (3, 4)        a window going into attention
+#     X (T, F) = (16, 128)                  (3, 6)        its hidden numbers (card 39)
 
 # %%
 @cache
@@ -976,12 +979,13 @@ if __name__ == "__main__": demo(demo_matmul)
 #
 #     Y = X W + 1 bᵀ                                                                     (11.1)
 #
-# Shapes at the default sizes, for the first layer of the feed-forward network (card 39):
+# Shapes at the default sizes, and in the running example, for the first layer of the feed-forward
+# network (card 39):
 #
-#     X (T, d) = (16, 32)
-#     W (d, F) = (32, 128)
-#     b (F,) = (128,)
-#     Y (T, F) = (16, 128)
+#     X (T, d) = (16, 32)                   (3, 4)
+#     W (d, F) = (32, 128)                  (4, 6)
+#     b (F,) = (128,)                       (6,)
+#     Y (T, F) = (16, 128)                  (3, 6)
 
 # %%
 def linear_forward(X, W, b):
@@ -994,6 +998,7 @@ def linear_forward(X, W, b):
 def demo_linear():
     e = example(11)
     W, b = e.block["ff1_w"], e.block["ff1_b"]
+    print("W and b are those of demo 10")
     show("X", e.X0, digits=1)
     show("Y", linear_forward(e.X0, W, b), digits=2)
     show("Y, b = 0", linear_forward(e.X0, W, 0 * b), digits=2)
@@ -1040,12 +1045,13 @@ if __name__ == "__main__": demo(demo_linear)
 # batch the sums run over the rows of all windows, because one W serves them all. The backward pass
 # needs X and W, but not Y.
 #
-# Shapes at the default sizes, for the first layer of the feed-forward network (card 39):
+# Shapes at the default sizes, and in the running example, for the first layer of the feed-forward
+# network (card 39):
 #
-#     dY (T, F) = (16, 128)
-#     dW (d, F) = (32, 128)
-#     db (F,) = (128,)
-#     dX (T, d) = (16, 32)
+#     dY (T, F) = (16, 128)                 (3, 6)
+#     dW (d, F) = (32, 128)                 (4, 6)
+#     db (F,) = (128,)                      (6,)
+#     dX (T, d) = (16, 32)                  (3, 4)
 
 # %%
 def linear_backward(dY, X, W):
@@ -1090,10 +1096,10 @@ if __name__ == "__main__": demo(demo_linear_backward)
 # Each hidden number becomes a small detector: it speaks up when its weighted sum is above zero and
 # is silent below. The bias moves the threshold.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     Z (T, F) = (16, 128)
-#     R (T, F) = (16, 128)
+#     Z (T, F) = (16, 128)                  (3, 6)
+#     R (T, F) = (16, 128)                  (3, 6)
 
 # %%
 def relu_forward(Z):
@@ -1106,6 +1112,7 @@ def demo_relu():
     e = example(13)
     Z = linear_forward(e.X0, e.block["ff1_w"], e.block["ff1_b"])
     R = relu_forward(Z)
+    print("Z is Y of demo 11")
     show("Z", Z, digits=2)
     show("R", R, digits=2)
     print(f"{(R == 0).sum()} of {R.size} entries became 0")
@@ -1128,10 +1135,10 @@ if __name__ == "__main__": demo(demo_relu)
 # The condition looks at the input Z of the forward pass, never at dR. A gradient may well be
 # negative and still pass.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     dR (T, F) = (16, 128)
-#     dZ (T, F) = (16, 128)
+#     dR (T, F) = (16, 128)                 (3, 6)
+#     dZ (T, F) = (16, 128)                 (3, 6)
 
 # %%
 def relu_backward(dR, Z):
@@ -1175,12 +1182,12 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # A score of -∞ gets exactly probability 0. The largest score of a row must be finite.
 #
-# Shapes at the default sizes, as attention uses it in chapter 5, with a row of scores for each of H
-# heads and T positions:
+# Shapes at the default sizes, and in the running example, as attention uses it in chapter 5, with a
+# row of scores for each of H heads and T positions:
 #
-#     z (H, T, T) = (2, 16, 16)
-#     e (H, T, T) = (2, 16, 16)
-#     p (H, T, T) = (2, 16, 16)
+#     z (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     e (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     p (H, T, T) = (2, 16, 16)             (2, 3, 3)
 
 # %%
 def softmax_forward(z):
@@ -1233,10 +1240,10 @@ if __name__ == "__main__": demo(demo_softmax)
 # m - m · 1. The matrix of all derivatives of an output by an input, such as that of 16.1, is called
 # a Jacobian; only the demo builds it. The backward pass needs the output p and not the scores.
 #
-# Shapes at the default sizes, where attention uses it:
+# Shapes at the default sizes, and in the running example, where attention uses it:
 #
-#     dp (H, T, T) = (2, 16, 16)
-#     dz (H, T, T) = (2, 16, 16)
+#     dp (H, T, T) = (2, 16, 16)            (2, 3, 3)
+#     dz (H, T, T) = (2, 16, 16)            (2, 3, 3)
 
 # %%
 def softmax_backward(dp, p):
@@ -1286,13 +1293,13 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # in card 15. 17.3 takes the mean over all positions, so the loss does not depend on how much text
 # it saw. P is kept for the backward pass.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     logits (T, V) = (16, V)
-#     y (T,) = (16,)
-#     z (T, V) = (16, V)
-#     logp (T, V) = (16, V)
-#     P (T, V) = (16, V)
+#     logits (T, V) = (16, V)               (3, 10)
+#     y (T,) = (16,)                        (3,)
+#     z (T, V) = (16, V)                    (3, 10)
+#     logp (T, V) = (16, V)                 (3, 10)
+#     P (T, V) = (16, V)                    (3, 10)
 
 # %%
 def cross_entropy_forward(logits, y):
@@ -1359,10 +1366,10 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # every other logit down, in proportion to its P. Each row sums to 0. With a batch, T in 18.2 is the
 # number of all positions, because the mean in 17.3 is over all of them.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     P (T, V) = (16, V)
-#     dlogits (T, V) = (16, V)
+#     P (T, V) = (16, V)                    (3, 10)
+#     dlogits (T, V) = (16, V)              (3, 10)
 
 # %%
 def cross_entropy_backward(P, y):
@@ -1447,14 +1454,14 @@ if __name__ == "__main__": demo(demo_perplexity)
 # choose another size and centre for each feature. Kept for the backward pass, in what is called a
 # cache: Xhat, s and γ.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     X (T, d) = (16, 32)
-#     mu (T, 1) = (16, 1)
-#     s (T, 1) = (16, 1)
-#     Xhat (T, d) = (16, 32)
-#     gamma (d,) = (32,)
-#     Y (T, d) = (16, 32)
+#     X (T, d) = (16, 32)                   (3, 4)
+#     mu (T, 1) = (16, 1)                   (3, 1)
+#     s (T, 1) = (16, 1)                    (3, 1)
+#     Xhat (T, d) = (16, 32)                (3, 4)
+#     gamma (d,) = (32,)                    (4,)
+#     Y (T, d) = (16, 32)                   (3, 4)
 
 # %%
 EPS = 1e-5                                                                  # ε of 20.3
@@ -1478,22 +1485,23 @@ def demo_layernorm():
     Y, cache = layer_norm_forward(X, gamma, beta)
     Xhat, s = cache["Xhat"], cache["s"]
     show("X", X)
-    print("row 0: mean (2 + 4 + 4 + 10) / 4 = 5, variance (9 + 1 + 1 + 25) / 4 = 9, s = 1/3")
+    print("row 0: mean (2 + 4 + 4 + 10) / 4 = 5, variance (9 + 1 + 1 + 25) / 4 = 9, ε = 0.00001")
     show("s", s.T)
     show("Xhat", Xhat)
     show("gamma", gamma)
     show("beta", beta)
     show("Y", Y)
-    print(f"rows of Xhat: mean {number(Xhat.mean(axis=1)[0], 4)} and "
-          f"{number(Xhat.mean(axis=1)[1], 4)}, variance {Xhat.var(axis=1)[0]:.4f} and "
-          f"{Xhat.var(axis=1)[1]:.4f} (ε)")
+    print(f"variance of the rows of Xhat: {Xhat.var(axis=1)[0]:.4f} and {Xhat.var(axis=1)[1]:.4f}, "
+          f"less than 1 because of ε")
     show("X const", np.full((1, 4), 7.0))
     show("Y const", layer_norm_forward(np.full((1, 4), 7.0), gamma, beta)[0])
     e = example(20)
     show("X0", e.X0)
     show("ln1_g", e.block["ln1_g"])
     show("ln1_b", e.block["ln1_b"])
-    show("LN1(X0)", layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])[0])
+    Y, cache = layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])
+    show("Xhat", cache["Xhat"])
+    show("LN1(X0)", Y)
 
 
 if __name__ == "__main__": demo(demo_layernorm)
@@ -1598,13 +1606,13 @@ if __name__ == "__main__": demo(demo_layernorm_derivation)
 #
 # Each row of dX sums to 0, because shifting a row changes nothing. That makes a quick test.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     dY (T, d) = (16, 32)
-#     dXhat (T, d) = (16, 32)
-#     dX (T, d) = (16, 32)
-#     dgamma (d,) = (32,)
-#     dbeta (d,) = (32,)
+#     dY (T, d) = (16, 32)                  (3, 4)
+#     dXhat (T, d) = (16, 32)               (3, 4)
+#     dX (T, d) = (16, 32)                  (3, 4)
+#     dgamma (d,) = (32,)                   (4,)
+#     dbeta (d,) = (32,)                    (4,)
 
 # %%
 def layer_norm_backward(dY, cache):
@@ -1666,9 +1674,9 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 #
 # The sign ~ says that W_ij is drawn from that distribution.
 #
-# Shapes at the default sizes, for the first matrix of the hidden layer:
+# Shapes at the default sizes, and in the running example, for the first matrix of the hidden layer:
 #
-#     W (d, F) = (32, 128)
+#     W (d, F) = (32, 128)                  (4, 6)
 
 # %%
 def xavier_uniform(rng, fan_in, fan_out):
@@ -1685,7 +1693,7 @@ def demo_xavier():
         print(f"{fan_in} rows, {fan_out} columns: wmax = sqrt(6 / {fan_in + fan_out}) = {wmax:.4f}")
         print(f"  smallest {W.min():.4f}, largest {W.max():.4f}")
         print(f"  variance: wanted {2 / (fan_in + fan_out):.4f}, "
-              f"measured on {W.size} numbers {W.var():.4f}")
+              f"mean of the {W.size} squares {(W * W).mean():.4f}")
     show("W", xavier_uniform(np.random.default_rng(3), 4, 5))
 
 
@@ -1722,11 +1730,11 @@ if __name__ == "__main__": demo(demo_xavier)
 # NumPy would take a negative id and silently count from the end of the table, so ids are checked
 # first.
 #
-# Shapes at the default sizes; E is `tok_emb`:
+# Shapes at the default sizes, and in the running example; E is `tok_emb`:
 #
-#     ids (T,) = (16,)
-#     tok_emb (V, d) = (V, 32)
-#     token_rows (T, d) = (16, 32)
+#     ids (T,) = (16,)                      (3,)
+#     tok_emb (V, d) = (V, 32)              (10, 4)
+#     token_rows (T, d) = (16, 32)          (3, 4)
 
 # %%
 def token_embedding(tok_emb, ids):
@@ -1765,10 +1773,10 @@ if __name__ == "__main__": demo(demo_token_embedding)
 # their random start, which weight decay shrinks towards 0 (card 50), and must not be read when the
 # model writes (card 61).
 #
-# Shapes at the default sizes; Pos is `pos_emb`:
+# Shapes at the default sizes, and in the running example; Pos is `pos_emb`:
 #
-#     pos_emb (Tmax, d) = (32, 32)
-#     position_rows (T, d) = (16, 32)
+#     pos_emb (Tmax, d) = (32, 32)          (5, 4)
+#     position_rows (T, d) = (16, 32)       (3, 4)
 
 # %%
 def position_embedding(pos_emb, T):
@@ -1800,10 +1808,10 @@ if __name__ == "__main__": demo(demo_position_embedding)
 # The first line says it for one position, the second for all at once. X(0), in code X0, is the
 # input of block 0.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     ids (T,) = (16,)
-#     X0 (T, d) = (16, 32)
+#     ids (T,) = (16,)                      (3,)
+#     X0 (T, d) = (16, 32)                  (3, 4)
 
 # %%
 def embed_forward(params, ids):
@@ -1846,11 +1854,11 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # tall matrix is seen as its windows again, and added up over them. Rows that no position used get
 # exactly 0.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     dX0 (T, d) = (16, 32)
-#     d_tok_emb (V, d) = (V, 32)
-#     d_pos_emb (Tmax, d) = (32, 32)
+#     dX0 (T, d) = (16, 32)                 (3, 4)
+#     d_tok_emb (V, d) = (V, 32)            (10, 4)
+#     d_pos_emb (Tmax, d) = (32, 32)        (5, 4)
 
 # %%
 def embed_backward(dX0, ids, params):
@@ -1920,14 +1928,14 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 #
 # From here to card 38, V is this matrix of values and not the size of the vocabulary.
 #
-# Shapes at the default sizes; wk and wv are like wq, bk and bv like bq:
+# Shapes at the default sizes, and in the running example; wk and wv are like wq, bk and bv like bq:
 #
-#     Xn (T, d) = (16, 32)
-#     wq (d, d) = (32, 32)
-#     bq (d,) = (32,)
-#     Q (T, d) = (16, 32)
-#     K (T, d) = (16, 32)
-#     V (T, d) = (16, 32)
+#     Xn (T, d) = (16, 32)                  (3, 4)
+#     wq (d, d) = (32, 32)                  (4, 4)
+#     bq (d,) = (32,)                       (4,)
+#     Q (T, d) = (16, 32)                   (3, 4)
+#     K (T, d) = (16, 32)                   (3, 4)
+#     V (T, d) = (16, 32)                   (3, 4)
 
 # %%
 def project_qkv(Xn, block):
@@ -1970,10 +1978,10 @@ if __name__ == "__main__": demo(demo_qkv)
 # over. Head h owns the columns h hs to (h + 1) hs - 1; M stands for Q, K or V, and M(h) for the
 # columns of head h. Heads are numbered from 0.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     M (T, d) = (16, 32)
-#     head (T, hs) = (16, 16)
+#     M (T, d) = (16, 32)                   (3, 4)
+#     head (T, hs) = (16, 16)               (3, 2)
 
 # %%
 def head_size(d, heads):
@@ -2026,11 +2034,11 @@ if __name__ == "__main__": demo(demo_heads)
 #     row 0            a b | c d         row 0            a b            c d
 #     row 1            e f | g h         row 1            e f            g h
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     M (T, d) = (16, 32)
-#     pieces (T, H, hs) = (16, 2, 16)
-#     Mh (H, T, hs) = (2, 16, 16)
+#     M (T, d) = (16, 32)                   (3, 4)
+#     pieces (T, H, hs) = (16, 2, 16)       (3, 2, 2)
+#     Mh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
 
 # %%
 def split_heads(M, heads, T):
@@ -2069,11 +2077,11 @@ if __name__ == "__main__": demo(demo_split_heads)
 # head. The ᵀ of Khᵀ swaps the last two axes only. `.T` in NumPy would reverse all of them, heads
 # included.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     Qh (H, T, hs) = (2, 16, 16)
-#     Kh (H, T, hs) = (2, 16, 16)
-#     QK (H, T, T) = (2, 16, 16)
+#     Qh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     Kh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     QK (H, T, T) = (2, 16, 16)            (2, 3, 3)
 
 # %%
 def scores(Qh, Kh):
@@ -2085,6 +2093,7 @@ def scores(Qh, Kh):
 def demo_scores():
     e = example(31)
     [Qh], [Kh], [QK] = e.Qh, e.Kh, scores(e.Qh, e.Kh)
+    print("Q and K of demo 28, split")
     show("Qh", Qh)
     show("Kh", Kh)
     show("Qh KhT", QK)
@@ -2111,10 +2120,10 @@ if __name__ == "__main__": demo(demo_scores)
 # It is the root of hs, the size of a head, not of d. `math.sqrt` gives a Python float, which leaves
 # a float32 array in float32; the scalar of np.sqrt would not, from NumPy 2 on.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     Qh (H, T, hs) = (2, 16, 16)
-#     S (H, T, T) = (2, 16, 16)
+#     Qh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
 
 # %%
 def scaled_scores(Qh, Kh):
@@ -2135,6 +2144,7 @@ def demo_scaling():
         print(f"hs = {hs:2}: root of the variance of the scores "
               f"{scores(q, k).std():.2f}, scaled {scaled_scores(q, k).std():.2f}")
     e = example(32)
+    print("the running example, hs = 2:")
     show("Qh KhT", scores(e.Qh, e.Kh)[0])
     show("S", scaled_scores(e.Qh, e.Kh)[0])
 
@@ -2159,10 +2169,10 @@ if __name__ == "__main__": demo(demo_scaling)
 # score plus -∞ is -∞. A mask of zeros and ones, multiplied by -∞, would not do: 0 times ∞ is no
 # number. The matrix is the same for all heads and windows; it is made once for each T and kept.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     S (H, T, T) = (2, 16, 16)
-#     mask (T, T) = (16, 16)
+#     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     mask (T, T) = (16, 16)                (3, 3)
 
 # %%
 @cache
@@ -2193,10 +2203,10 @@ if __name__ == "__main__": demo(demo_causal_mask)
 # The sum runs over the keys, along a row. Row 0 is always 1, 0, ..., 0: the first position can only
 # look at itself. A is the matrix of attention weights: row i says how query i shares its attention.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     S (H, T, T) = (2, 16, 16)
-#     A (H, T, T) = (2, 16, 16)
+#     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     A (H, T, T) = (2, 16, 16)             (2, 3, 3)
 
 # %%
 def attention_weights(S):
@@ -2231,11 +2241,11 @@ if __name__ == "__main__": demo(demo_attention_softmax)
 # The code sums over all j; the terms with j > i vanish, because those weights are exactly 0. So
 # what position i gets depends on tokens 0 to i and on nothing later.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     A (H, T, T) = (2, 16, 16)
-#     Vh (H, T, hs) = (2, 16, 16)
-#     Oh (H, T, hs) = (2, 16, 16)
+#     A (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     Vh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     Oh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
 
 # %%
 def weighted_values(A, Vh):
@@ -2247,6 +2257,7 @@ def weighted_values(A, Vh):
 def demo_weighted_values():
     e = example(35)
     [A], [Vh], [Oh] = e.A, e.Vh, weighted_values(e.A, e.Vh)
+    print("A of demo 34, and V of demo 28, split")
     show("A", A)
     show("Vh", Vh)
     show("Oh", Oh)
@@ -2267,11 +2278,11 @@ if __name__ == "__main__": demo(demo_weighted_values)
 # swap the axes back, then join the pieces. Without the swap the shape would be right and the
 # contents mixed up.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     Mh (H, T, hs) = (2, 16, 16)
-#     pieces (T, H, hs) = (16, 2, 16)
-#     M (T, d) = (16, 32)
+#     Mh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     pieces (T, H, hs) = (16, 2, 16)       (3, 2, 2)
+#     M (T, d) = (16, 32)                   (3, 4)
 
 # %%
 def merge_heads(Mh):
@@ -2285,12 +2296,14 @@ def merge_heads(Mh):
 def demo_merge_heads():
     M = np.arange(12).reshape(3, 4)
     Mh = split_heads(M, 2, 3)
+    print("the M of demo 30, split, and what merging makes of it")
     show("Mh", Mh[0])
     show("merged", merge_heads(Mh))
     show("reshape", Mh.reshape(3, 4))
     print("reshape alone puts numbers of different positions into one row")
     e = example(36)
     Oh = weighted_values(e.A, e.Vh)
+    print("the running example, Oh of demo 35:")
     show("Oh", Oh[0])
     show("O", merge_heads(Oh))
 
@@ -2308,11 +2321,11 @@ if __name__ == "__main__": demo(demo_merge_heads)
 # Now all of attention can be written down. It reads like the cards 28 to 37 in order. Kept for the
 # backward pass are the arrays that its equations will use: Xn, Qh, Kh, Vh, A and O.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     Xn (T, d) = (16, 32)
-#     O (T, d) = (16, 32)
-#     out (T, d) = (16, 32)
+#     Xn (T, d) = (16, 32)                  (3, 4)
+#     O (T, d) = (16, 32)                   (3, 4)
+#     out (T, d) = (16, 32)                 (3, 4)
 
 # %%
 def attention_forward(Xn, block, heads, T):
@@ -2330,6 +2343,7 @@ def attention_forward(Xn, block, heads, T):
 def demo_output_projection():
     e = example(37)
     out, _ = attention_forward(e.Xn, e.block, 2, 3)
+    print("O of demo 36")
     show("O", e.O)
     show("wo", e.block["wo"], digits=1)
     show("bo", e.block["bo"], digits=1)
@@ -2414,15 +2428,16 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 # The code computes it like the others and gets rounding noise. GPT-2 has this useless bias as well.
 #
-# Shapes at the default sizes; dKh and dVh are like dQh, dK and dV like dQ:
+# Shapes at the default sizes, and in the running example; dKh and dVh are like dQh, dK and dV like
+# dQ:
 #
-#     dOut (T, d) = (16, 32)
-#     dOh (H, T, hs) = (2, 16, 16)
-#     dA (H, T, T) = (2, 16, 16)
-#     dS (H, T, T) = (2, 16, 16)
-#     dQh (H, T, hs) = (2, 16, 16)
-#     dQ (T, d) = (16, 32)
-#     dXn (T, d) = (16, 32)
+#     dOut (T, d) = (16, 32)                (3, 4)
+#     dOh (H, T, hs) = (2, 16, 16)          (2, 3, 2)
+#     dA (H, T, T) = (2, 16, 16)            (2, 3, 3)
+#     dS (H, T, T) = (2, 16, 16)            (2, 3, 3)
+#     dQh (H, T, hs) = (2, 16, 16)          (2, 3, 2)
+#     dQ (T, d) = (16, 32)                  (3, 4)
+#     dXn (T, d) = (16, 32)                 (3, 4)
 
 # %%
 def attention_backward(dOut, cache, block):
@@ -2514,12 +2529,12 @@ if __name__ == "__main__": demo(demo_attention_backward)
 # The last line says the first three again, for a single row. Xn is the input of this layer; in a
 # block it is the second normalised copy, which card 41 calls Xn2.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     Xn (T, d) = (16, 32)
-#     Z (T, F) = (16, 128)
-#     R (T, F) = (16, 128)
-#     Ff (T, d) = (16, 32)
+#     Xn (T, d) = (16, 32)                  (3, 4)
+#     Z (T, F) = (16, 128)                  (3, 6)
+#     R (T, F) = (16, 128)                  (3, 6)
+#     Ff (T, d) = (16, 32)                  (3, 4)
 
 # %%
 def ffn_forward(Xn, block):
@@ -2562,14 +2577,14 @@ if __name__ == "__main__": demo(demo_ffn)
 # dR is. So its column of W1 learns nothing from this position, by 40.6, and its row of W2 neither,
 # by 40.2, since R is 0 there. Kept from the forward pass: Xn, Z and R.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     dOut (T, d) = (16, 32)
-#     dR (T, F) = (16, 128)
-#     dZ (T, F) = (16, 128)
-#     dXn (T, d) = (16, 32)
-#     dW1 (d, F) = (32, 128)
-#     dW2 (F, d) = (128, 32)
+#     dOut (T, d) = (16, 32)                (3, 4)
+#     dR (T, F) = (16, 128)                 (3, 6)
+#     dZ (T, F) = (16, 128)                 (3, 6)
+#     dXn (T, d) = (16, 32)                 (3, 4)
+#     dW1 (d, F) = (32, 128)                (4, 6)
+#     dW2 (F, d) = (128, 32)                (6, 4)
 
 # %%
 def ffn_backward(dOut, cache, block):
@@ -2625,10 +2640,10 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 # LayerNorm at each step. At the start the gradients near its output were large, and training had to
 # begin with very small steps. Here the sum takes X and Xmid as they are.
 #
-# Shapes at the default sizes; Xn, Att, Xmid, Xn2 and Ff are like X:
+# Shapes at the default sizes, and in the running example; Xn, Att, Xmid, Xn2 and Ff are like X:
 #
-#     X (T, d) = (16, 32)
-#     Y (T, d) = (16, 32)
+#     X (T, d) = (16, 32)                   (3, 4)
+#     Y (T, d) = (16, 32)                   (3, 4)
 
 # %%
 def block_forward(X, block, heads, T):
@@ -2651,6 +2666,7 @@ def demo_block():
     show("Xmid", e.Xmid)
     show("ln2_g", e.block["ln2_g"])
     show("ln2_b", e.block["ln2_b"])
+    show("Xhat", cache["ln2"]["Xhat"])
     show("Xn2", cache["ffn"]["Xn"])
     show("Ff", ffn_forward(cache["ffn"]["Xn"], e.block)[0])
     show("Y", Y)
@@ -2705,11 +2721,11 @@ if __name__ == "__main__": demo(demo_block)
 # A gradient that shrinks so is said to vanish, one that grows past all bounds to explode. Gradients
 # vanish in a deep stack that has neither. LayerNorm prevents most of that, and the path the rest.
 #
-# Shapes at the default sizes; all seven gradients have the shape of X:
+# Shapes at the default sizes, and in the running example; all seven gradients have the shape of X:
 #
-#     dY (T, d) = (16, 32)
-#     dXmid (T, d) = (16, 32)
-#     dX (T, d) = (16, 32)
+#     dY (T, d) = (16, 32)                  (3, 4)
+#     dXmid (T, d) = (16, 32)               (3, 4)
+#     dX (T, d) = (16, 32)                  (3, 4)
 
 # %%
 def block_backward(dY, cache, block):
@@ -2764,10 +2780,11 @@ if __name__ == "__main__": demo(demo_residual_backward)
 #
 # The arrays are drawn in the order of `param_shapes`, which is part of what a seed means.
 #
-# Shapes at the default sizes: as `param_shapes` lists them, for instance
+# Shapes at the default sizes, and in the running example: as `param_shapes` lists them, for
+# instance
 #
-#     tok_emb (V, d) = (V, 32)
-#     head_w (d, V) = (32, V)
+#     tok_emb (V, d) = (V, 32)              (10, 4)
+#     head_w (d, V) = (32, V)               (4, 10)
 
 # %%
 def init_params(config, rng, dtype=np.float32):
@@ -2859,12 +2876,12 @@ if __name__ == "__main__": demo(demo_parameter_count)
 #
 # Row t of the logits scores the token that follows position t, and depends on tokens 0 to t only.
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     ids (T,) = (16,)
-#     X (T, d) = (16, 32)
-#     Xf (T, d) = (16, 32)
-#     logits (T, V) = (16, V)
+#     ids (T,) = (16,)                      (3,)
+#     X (T, d) = (16, 32)                   (3, 4)
+#     Xf (T, d) = (16, 32)                  (3, 4)
+#     logits (T, V) = (16, V)               (3, 10)
 
 # %%
 def forward(params, ids, config):
@@ -2895,6 +2912,7 @@ def demo_model_forward():
     show("X(1)", block_forward(e.X0, e.block, 2, 3)[0])
     show("lnf_g", e.params["lnf_g"])
     show("lnf_b", e.params["lnf_b"])
+    show("Xhat", cache["lnf"]["Xhat"])
     show("Xf", cache["Xf"])
     show("head_w", e.params["head_w"], digits=1)
     show("head_b", e.params["head_b"], digits=1)
@@ -2926,11 +2944,12 @@ if __name__ == "__main__": demo(demo_model_forward)
 # many there are. Finding them by trying, one parameter at a time, would need two forward passes for
 # each (card 47).
 #
-# Shapes at the default sizes; each gradient has the shape of its parameter:
+# Shapes at the default sizes, and in the running example; each gradient has the shape of its
+# parameter:
 #
-#     dlogits (T, V) = (16, V)
-#     dXf (T, d) = (16, 32)
-#     dX (T, d) = (16, 32)
+#     dlogits (T, V) = (16, V)              (3, 10)
+#     dXf (T, d) = (16, 32)                 (3, 4)
+#     dX (T, d) = (16, 32)                  (3, 4)
 
 # %%
 def loss_and_grads(params, x, y, config):
@@ -2956,6 +2975,7 @@ def demo_model_backward():
     e = example(46)
     loss, grads = loss_and_grads(e.params, e.x, e.y, e.config)
     dlogits = cross_entropy_backward(e.P, e.y)
+    print("all begins with P and y of demo 45; d head_b adds up the rows of dlogits")
     show("dlogits", dlogits)
     show("d head_b", grads["head_b"])
     show("d lnf_g", grads["lnf_g"])
@@ -3275,10 +3295,10 @@ def check_model(seed, samples):
 # moves a share 1 - β1 of the way to g. 50.2 likewise. The arrays in `params` are changed
 # themselves, not replaced.
 #
-# Shapes at the default sizes; head_w decays and head_b does not:
+# Shapes at the default sizes, and in the running example; head_w decays and head_b does not:
 #
-#     head_w (d, V) = (32, V)
-#     head_b (V,) = (V,)
+#     head_w (d, V) = (32, V)               (4, 10)
+#     head_b (V,) = (V,)                    (10,)
 
 # %%
 class AdamW:
@@ -3935,10 +3955,10 @@ if __name__ == "__main__": demo(demo_random_choice)
 #     she| s|e|e        reads     s|e|e        draws s
 #     she| s|e|e|s      reads       e|e|s      draws ...
 #
-# Shapes at the default sizes:
+# Shapes at the default sizes, and in the running example:
 #
-#     x (T,) = (16,)
-#     logits (T, V) = (16, V)
+#     x (T,) = (16,)                        (3,)
+#     logits (T, V) = (16, V)               (3, 10)
 
 # %%
 def generate(params, config, ids, n_tokens, rng, **choice):
