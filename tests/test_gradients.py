@@ -16,7 +16,7 @@ def random_params(rng, layers=L):
 
 
 def measured(f, x, h=1e-5):
-    """Central differences of f() along every entry of x, which f reads; x is put back."""
+    """Central differences of f() along every entry of x, which f reads."""
     slopes = np.zeros(x.shape)
     for i in np.ndindex(x.shape):
         kept = x[i]
@@ -31,14 +31,14 @@ def measured(f, x, h=1e-5):
 def hold(forward, backward, *inputs):
     """backward(dY), for a random dY, gives the slopes of the sum of forward() ⊙ dY, twice."""
     dY = np.random.default_rng(7).standard_normal(np.shape(forward()))
-    backward(dY)                                    # may not spoil what the second call needs
-    for i, (x, gradient) in enumerate(zip(inputs, backward(dY), strict=True)):
-        assert gradient.shape == x.shape, i
-        np.testing.assert_allclose(gradient, measured(lambda: np.sum(forward() * dY), x),
-                                   rtol=1e-6, atol=1e-8, err_msg=f"input {i}")
+    backward(dY)                                    # must not spoil what the second call needs
+    for x, gradient in zip(inputs, backward(dY), strict=True):
+        slopes = measured(lambda: np.vdot(forward(), dY), x)
+        assert gradient.shape == x.shape
+        np.testing.assert_allclose(gradient, slopes, rtol=1e-6, atol=1e-8)
 
 
-# One function at a time, for one window and for a batch, a tall matrix
+# Each function alone, for one window and for a batch, a tall matrix
 
 @pytest.fixture(params=[(T,), (B, T)])
 def ids(request, rng):
@@ -64,9 +64,8 @@ def test_relu_backward(X):
     hold(lambda: t.relu_forward(X), lambda dR: [t.relu_backward(dR, X)], X)
 
 
-@pytest.mark.parametrize("shape", [(T, V), (B, H, T, T)])
-def test_softmax_backward(rng, shape):
-    z = rng.standard_normal(shape)
+def test_softmax_backward(rng):
+    z = rng.standard_normal((B, H, T, T))
     hold(lambda: t.softmax_forward(z), lambda dp: [t.softmax_backward(dp, t.softmax_forward(z))], z)
 
 
@@ -115,23 +114,22 @@ def test_every_parameter_along_directions_that_move_all_its_entries(rng):
     config, params = random_params(rng)
     x, y = rng.integers(0, V, (2, B, T))
     loss, grads = t.loss_and_grads(params, x, y, config)
-    assert grads.keys() == params.keys()
+    assert {name: g.shape for name, g in grads.items()} == t.param_shapes(config)
     for name, W in params.items():
-        assert grads[name].shape == W.shape
         for direction in rng.standard_normal((3, *W.shape)):
             def f():
-                moved = params | {name: W + along * direction}
-                return t.cross_entropy_forward(t.forward(moved, x, config)[0], y)[0]
+                logits, _ = t.forward(params | {name: W + along * direction}, x, config)
+                return t.cross_entropy_forward(logits, y)[0]
             along = np.zeros(())
             assert f() == pytest.approx(loss, rel=1e-14)
             slope = (grads[name] * direction).sum()
             assert slope == pytest.approx(measured(f, along), rel=1e-6, abs=1e-8), name
+    largest = {name: np.abs(g).max() for name, g in grads.items()}
     for l in range(L):                              # a key bias has none, a query bias has one
-        sizes = [np.abs(grads[f"block{l}.{name}"]).max() for name in ("bk", "bq")]
-        assert sizes[0] < 1e-14 < 1e-5 < sizes[1]
+        assert largest[f"block{l}.bk"] < 1e-14 < 1e-5 < largest[f"block{l}.bq"]
 
 
-# The numerical gradient, the measure of error, the check of the parameters
+# How the check measures
 
 @pytest.mark.parametrize("h", [0.5, 0.25])
 def test_the_numerical_gradient_steps_the_same_way_on_both_sides(h):
@@ -141,11 +139,10 @@ def test_the_numerical_gradient_steps_the_same_way_on_both_sides(h):
 
 
 def test_the_numerical_gradient_moves_the_array_itself_and_restores_it_exactly(rng):
-    whole = rng.standard_normal((4, 6))
+    whole = 10 ** rng.uniform(-9, 0, (4, 6))        # (x - h) + h is not x where x is small
     x, before = whole[1:, ::2].T, whole.copy()      # a view: a flat copy would feel no step
     slopes = t.numerical_grad(lambda _: float(np.sin(whole).sum()), x)
     np.testing.assert_allclose(slopes, np.cos(x), rtol=1e-7, atol=1e-9)
-    t.slope(lambda x: float(x.sum()), x, (2, 1), 0.1)
     assert np.array_equal(whole, before)
 
 
@@ -162,7 +159,7 @@ def wrong(worst):
 
 @pytest.fixture
 def small(rng):
-    """Parameters of one block, a window that repeats one id, targets, configuration."""
+    """What check_params takes: one block, a window that repeats one id."""
     config, params = random_params(rng, layers=1)
     return params, np.full(T, 4), rng.integers(0, V, T), config
 
@@ -172,15 +169,15 @@ def test_the_check_passes_right_gradients_and_restores_what_it_moved(small, rng)
     before = [a.copy() for a in (*params.values(), x, y)]
     worst = t.check_params(*small, rng, samples=6)
     assert list(worst) == list(params) and not wrong(worst)
-    assert all(map(np.array_equal, (*params.values(), x, y), before))
+    assert all(map(np.array_equal, (*params.values(), x, y), before))   # exactly
     assert max(t.check_params(*small, rng, h=0.5).values()) > 1e-3      # it uses its step
 
 
 @pytest.mark.parametrize("name, factor, term", [
-    ("head_b", 1.01, 0), ("block0.bq", 1.01, 0), ("block0.ff2_b", 1.01, 0), ("head_b", 1, 1),
-    ("tok_emb", 1.01, 0), ("pos_emb", 1.01, 0)])    # of these, rows in use are drawn
+    ("head_b", 1.01, 0), ("block0.bq", 1.01, 0), ("block0.ff2_b", 1.01, 0),
+    ("head_b", 1, 1), ("block0.bk", 1, 1e-7), ("tok_emb", 1.01, 0), ("pos_emb", 1.01, 0)])
 def test_what_one_entry_tells_by_name(name, factor, term, small, rng, monkeypatch):
-    """A gradient that is one percent off, a term of the loss that has no gradient."""
+    """Gradients one percent off, terms of the loss without one; of the tables, rows in use."""
     right = t.loss_and_grads
 
     def spoiled(params, *args):
@@ -199,11 +196,15 @@ def test_a_bend_within_the_step_raises_no_alarm(small, rng):
 
 def test_gradcheck_raises_no_false_alarm_for_many_seeds():
     assert run("gradcheck", "--samples", 3).returncode == 0
-    for seed in range(40):
+    for seed in (*range(40), 408):                  # 408: a bend of relu within the step
         assert not wrong(t.check_operations(seed) | t.check_model(seed, 3)), seed
 
 
 @pytest.mark.parametrize("old, new, operations, named, right", [
+    ("db = column_sums(dY) ", "db = column_sums(dY) * np.nan ",
+     {"linear", "attention", "feed-forward", "block"}, {"block0.bv", "head_b"}, {"lnf_b"}),
+    ("embed_backward(dX, cache", "embed_backward(dX / 2, cache", set(), {"tok_emb", "pos_emb"},
+     {"block0.ln1_g"}),
     ("dQh = dS @", "dQh = -dS @", {"attention", "block"},
      {"block1.wq", "block1.bq", "block1.ln1_g", "tok_emb"}, {"block1.wk", "block1.bv", "head_w"}),
     ("dXhat - row_mean(dXhat) - Xhat", "dXhat - Xhat", {"layer norm", "block"},
