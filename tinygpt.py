@@ -1,5 +1,6 @@
 # /// script
-# requires-python = ">=3.11" dependencies = ["numpy>=1.26"]
+# requires-python = ">=3.11"
+# dependencies = ["numpy>=1.26"]
 # ///
 """tinygpt: a complete GPT in one file, a book to be read and a program to be run."""
 import math
@@ -330,7 +331,8 @@ def demo(function):
 # %%
 every = "".join(char if unicodedata.category(char)[0] == "M" else " "
                 for char in map(chr, range(0x300, 0x20000)))
-MARKS = "".join(f"{run[0]}-{run[-1]}" for run in every.split()) + "\u200c\u200d"    # two joiners
+MARKS = "".join(f"{run[0]}-{run[-1]}" for run in every.split())
+MARKS += "\U000e0100-\U000e01ef\u200c\u200d"         # variation selectors, and two joiners
 PRE_TOKEN = re.compile(r"'(?:[stmd]|re|ve|ll)"      # endings of contractions
                        r"| ?[^\W\d_]+"             # letters: what \w stands for, less digits and _
                        rf"(?:(?![\0-\u02ff])[{MARKS}]+[^\W\d_]*)*"   # with marks, from U+300 on
@@ -747,9 +749,9 @@ if __name__ == "__main__": demo(demo_split)
 #
 # Windows start every `stride` places. With a stride below T they overlap, and a token of the stream
 # is met in several windows, each time at another place. With a stride above T some tokens between
-# two windows are never a target. Whatever the stride, the first token is none, nor are up to stride
-# - 1 tokens at the end. The bound on the start is strict, because the last target of a window is
-# ids[start + T]: the start N - T would read one id past the end.
+# two windows are never a target. Whatever the stride, the first token is none, nor may the last few
+# be, fewer than the stride. The bound on the start is strict, because the last target of a window
+# is ids[start + T]: the start N - T would read one id past the end.
 #
 # With T = 4 and stride 2, the first two windows and their targets lie in the stream like this:
 #
@@ -4276,9 +4278,12 @@ def check_arrays(checkpoint):
 
 
 def save_checkpoint(path, checkpoint):
-    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails."""
+    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails.
+
+    ValueError for one that load_checkpoint would refuse.
+    """
     check_arrays(checkpoint)
-    path = Path(path).resolve()                     # where path is a link, the file it leads to
+    path = Path(os.path.realpath(path))             # where path is a link, the file it leads to
     about = {"format": FORMAT, "config": asdict(checkpoint.config),
              "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges}
     about |= {key: getattr(checkpoint, key)
@@ -4291,6 +4296,7 @@ def save_checkpoint(path, checkpoint):
             np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
             file.flush()
             os.fsync(file.fileno())
+        load_checkpoint(temporary)                  # what is saved can be loaded
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -4334,6 +4340,12 @@ def load_checkpoint(path):
         reason = error if ours else getattr(error, "strerror", None) or \
             "it is no archive of plain arrays, or part of it is lost"
         raise BadInput(f"{path} is not a tinygpt checkpoint: {reason}; train a new one") from None
+    return checkpoint
+
+
+def load_to_use(path):
+    """load_checkpoint, and a line on stderr where the model was made by other code."""
+    checkpoint = load_checkpoint(path)
     if "" != checkpoint.code != code_checksum() != "":
         tell(f"note: {path} was made by other code than this file has now")
     return checkpoint
@@ -4377,14 +4389,14 @@ OPTIONS = {key: SimpleNamespace(fixed=fixed, default=default, check=check, help=
     ("val_fraction", True, 0.1, below_1, "share of the text held out for validation; 0: none"),
     ("seed", True, 0, count, "seed of starting values, batches and samples"),
     ("epochs", False, 0, count, "passes over the text; 0: --steps says it"),
-    ("steps", False, 4000, count, "steps in all; with --epochs: stop there"),
-    ("lr", False, None, amount, "largest learning rate; default 1.536 / width / layers"),
+    ("steps", False, 5000, count, "steps in all; with --epochs: stop there"),
+    ("lr", False, None, amount, "largest learning rate; default 0.384 / width"),
     ("lr_min", False, None, amount, "learning rate at the end; default lr / 40"),
-    ("warmup", False, None, count, "steps until the largest rate; default 0.3 steps"),
-    ("beta1", False, 0.75, below_1, "AdamW: share kept of the mean gradient"),
+    ("warmup", False, None, count, "steps until the largest rate; default a tenth of them"),
+    ("beta1", False, 0.9, below_1, "AdamW: share kept of the mean gradient"),
     ("beta2", False, 0.99, below_1, "AdamW: share kept of the mean square"),
-    ("weight_decay", False, 0.25, amount, "AdamW: pull of matrices towards 0"),
-    ("clip", False, 0.25, amount, "largest norm of the gradients; 0: off"),
+    ("weight_decay", False, 0.1, amount, "AdamW: pull of matrices towards 0"),
+    ("clip", False, 1.0, amount, "largest norm of the gradients; 0: off"),
     ("eval_every", False, 500, count, "steps between validations; 0: only at the end"))}
 
 
@@ -4402,8 +4414,8 @@ def resolve(options, kept):
         settings["steps"] = 0                       # a plan that is given lifts another one
     s = SimpleNamespace(**settings)
     s.stride = s.stride or max(1, s.context // 4)
-    s.lr = 1.536 / s.width / s.layers if s.lr is None else s.lr     # larger models, smaller steps
-    s.lr_min = s.lr / 40 if s.lr_min is None else s.lr_min
+    s.lr = 0.384 / s.width if s.lr is None else s.lr                # larger models, smaller steps
+    s.lr_min = s.lr / 40 if s.lr_min is None else s.lr_min          # lr / 10: 0.02 bits worse
     if s.lr_min > s.lr:
         raise BadInput(f"--lr-min {s.lr_min} is larger than --lr {s.lr}: make it smaller")
     return settings, s
@@ -4547,7 +4559,7 @@ def find_text(options, kept):
     A kept name is looked for beside the model, the program, and here, and its checksum decides.
     """
     name = Path(kept.get("text") or "corpus.txt").name
-    folders = [Path(options.out).resolve().parent, THIS.parent, Path.cwd()]
+    folders = [Path(os.path.realpath(options.out)).parent, THIS.parent, Path.cwd()]
     folders = folders if kept else [THIS.parent]
     paths = [options.text] if options.text else [f / name for f in folders if (f / name).is_file()]
     if not paths:
@@ -4558,15 +4570,22 @@ def find_text(options, kept):
     return max(texts, key=lambda item: item[2] == kept.get("text_sha256"))
 
 
-def keep_old(out):
-    """Copy the model at out to out.old, unless that has more steps; what was done, in words."""
-    old, models = out.with_name(out.name + ".old"), {}
-    for path in filter(os.path.lexists, (out, old)):
+def models_at(name):
+    """{path: checkpoint} of what is at name and name.old; ValueError where that is no model."""
+    models, out = {}, Path(os.path.realpath(name))
+    for path, shown in ((out, name), (out.with_name(out.name + ".old"), f"{name}.old")):
         try:
-            models[path] = load_checkpoint(path)
+            if os.path.lexists(path):
+                models[path] = load_checkpoint(path)
         except BadInput as error:
-            raise BadInput(f"{path} exists and is no model of this program: choose another --out, "
+            raise BadInput(f"{shown} exists and is no model of this program: choose another --out, "
                            f"or remove it ({error})") from None
+    return models
+
+
+def keep_old(out, models):
+    """Copy the model at out to out.old, unless that has more steps; what was done, in words."""
+    old = out.with_name(out.name + ".old")
     if old in models and models[old].step > models[out].step:
         return f"{old} has more steps than the model that was in {out}, and stays"
     if old.is_symlink():                            # what it leads to is not ours
@@ -4580,15 +4599,17 @@ def train(options):
 
     The exit code: 0, 1 where training diverged, 128 and the signal's number where one stopped it.
     """
-    out, say = Path(options.out).resolve(), Progress()
-    ck = load_checkpoint(options.out) if options.resume else None
+    out, say = Path(os.path.realpath(options.out)), Progress()
+    ck = load_to_use(options.out) if options.resume else None
     kept = ck.settings if ck else {}
     settings, s = resolve(options, kept)
     config = ck.config if ck else ModelConfig(1, s.context, s.max_context, s.width, s.heads,
                                               s.hidden, s.layers)       # checks the sizes
-    if not out.parent.is_dir() or out.is_dir() or options.out.endswith(("/", os.sep)):
-        raise BadInput(f"cannot write --out {options.out}: it must be the name of a file in a "
-                       f"folder that exists")
+    for name, file in (("--out", options.out), ("--log", options.log or "log")):
+        if not Path(file).parent.is_dir() or Path(file).is_dir() or file.endswith(("/", os.sep)):
+            raise BadInput(f"cannot write {name} {file}: it must be the name of a file in a folder "
+                           f"that exists")
+    models = {} if options.resume else models_at(options.out)
     path, text, checksum = find_text(options, kept)
     if kept.get("text_sha256", checksum) != checksum:
         say.line(f"note: {path} is not the text that {options.out} was trained on so far")
@@ -4604,16 +4625,17 @@ def train(options):
     val_x, val_y = make_windows(val_ids, s.context, s.context)
     if not ck:
         config = replace(config, vocab_size=len(tokenizer.itos))
-        ck = Checkpoint(init_params(config, np.random.default_rng([s.seed, 0])), config, tokenizer)
-    ck.settings = settings | {"text": Path(path).name, "text_sha256": checksum}
-    ck.code, params, begun = code_checksum(), ck.params, ck.step
+        ck = Checkpoint(init_params(config, np.random.default_rng([s.seed, 0])), config, tokenizer,
+                        code=code_checksum())
+    settings |= {"text": Path(path).name, "text_sha256": checksum}
+    ck.settings, params, begun = ck.settings or settings, ck.params, ck.step
     warn_unknown(tokenizer, text, path)
     if len(tokenizer.merges) < s.merges:
         say.line(f"the text supports {len(tokenizer.merges)} merges of {s.merges} asked for")
     per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
     planned = planned or s.steps                            # the length of the schedule
     last = min(s.steps or planned, planned)
-    warmup = 3 * planned // 10 if s.warmup is None else s.warmup
+    warmup = planned // 10 if s.warmup is None else s.warmup
     say.line(f"{len(text):,} characters, {len(np.unique(train_ids)):,} of {config.vocab_size} "
              f"tokens in use, {len(x):,} training windows, {len(val_x):,} validation windows, "
              f"{count_params(params):,} parameters, {per_epoch:,} steps per epoch")
@@ -4628,8 +4650,8 @@ def train(options):
         optimizer.t, rng.bit_generator.state = begun, ck.batch_rng
         for name in params:
             optimizer.m[name][...], optimizer.v[name][...] = ck.m[name], ck.v[name]
-    elif not options.resume and os.path.lexists(out):
-        say.line(keep_old(out))
+    elif out in models:
+        say.line(keep_old(out, models))
     ck.m, ck.v = ({name: means[name] for name in params} for means in (optimizer.m, optimizer.v))
     ck.batch_rng, mine = rng.bit_generator.state, None
     chars = sum(len(tokenizer.itos[i]) if i else 1 for i in val_y.ravel())      # <unk> is one
@@ -4654,6 +4676,7 @@ def train(options):
         if not begun:
             say.sample("before training", written := sample())
         save()                                      # shows that it can, before the first step
+        ck.settings, ck.code = settings, code_checksum()
         say.start = time.monotonic()
         with stop_signals() as asked, logged(options) as log:
             for t, loss, lr, norm in steps:
@@ -4733,7 +4756,7 @@ def prompt_ids(tokenizer, prompt):
 
 def run_generate(options):
     """Print the prompt and what the model writes after it, as it comes."""
-    ck, rng = load_checkpoint(options.model), np.random.default_rng(options.seed)
+    ck, rng = load_to_use(options.model), np.random.default_rng(options.seed)
     warn_unknown(ck.tokenizer, options.prompt, "the prompt")
     ids, bars = prompt_ids(ck.tokenizer, options.prompt)
     print_text(options.prompt, end="")
@@ -4756,7 +4779,8 @@ def padded(characters, width):
     """Characters cut or filled up to a width in columns; a wide character takes two."""
     text = ""
     for c in characters:
-        size = 2 if unicodedata.east_asian_width(c[0]) in "WF" else 1
+        mark = unicodedata.category(c[0])[0] == "M"
+        size = 2 if unicodedata.east_asian_width(c[0]) in "WF" else 0 if mark else 1
         if size > width:
             break
         text, width = text + c, width - size
@@ -4765,7 +4789,7 @@ def padded(characters, width):
 
 def run_look(options):
     """Show what the model sees in a prompt: tokens, surprise, attention, likeliest next tokens."""
-    ck = load_checkpoint(options.model)
+    ck = load_to_use(options.model)
     warn_unknown(ck.tokenizer, options.prompt, "the prompt")
     ids, bars = prompt_ids(ck.tokenizer, options.prompt)
     x = np.array(ids[-ck.config.context:])                                  # (T,)
@@ -4791,9 +4815,10 @@ def run_look(options):
             for i in shown:
                 shades = "".join(" ░▒▓█"[round(4 * float(a))] * 2 for a in A[i, shown[0]:i + 1])
                 print(f"{padded(tokens[i], 12)}  {shades}".rstrip())
-    after = ", ".join(f"{key} {value}" for key, value in options.choice.items())
-    print("next token" + ", after the blank that was typed" * bool(bars.any())
-          + f": probability, and with {after}")
+    if bars.any():
+        print("the next token stands after the blank that was typed")
+    print("next token: probability, and with",
+          ", ".join(f"{key} {value}" for key, value in options.choice.items()))
     for i in np.argsort(-p, kind="stable")[:10]:
         both = "   ".join(f"{value:6.1%} {'█' * round(18 * value):18}" for value in (p[i], q[i]))
         print(f"  {padded(visible(ck.tokenizer.itos[i]), 16)} {both}".rstrip())
@@ -4981,8 +5006,13 @@ def second_thread():
     return ThreadPoolExecutor(1, initializer=begin)
 
 
-def in_halves(params, xb, yb, config):
+in_turn = batch_loss_and_grads
+
+
+def in_halves(params, xb, yb, config, parts=1):
     """As card 53, with the two halves of a large batch at the same time."""
+    if parts > 1:
+        return in_turn(params, xb, yb, config, parts)
     if len(xb) < 2 or xb.size * config.width < LARGE:
         return loss_and_grads(params, xb, yb, config)
     half, B = len(xb) // 2, len(xb)
@@ -5019,7 +5049,8 @@ class LongAdamW(AdamW):
 
     def end_to_end(self, arrays):
         """All matrices as one vector, and all else."""
-        return [np.concatenate([arrays[name].ravel() for name in names]) for names in self.kinds]
+        return [np.concatenate([arrays[name].ravel() for name in names] or [np.zeros(0)])
+                for names in self.kinds]
 
     def cut(self, long):
         """{(kind, start): a stretch}, (1, n) of the matrices and (n,) of all else."""
@@ -5058,6 +5089,9 @@ class Parser(argparse.ArgumentParser):
             message += "; where it begins with a dash, write --prompt=TEXT"
         tell(f"{self.prog}: {message}; see '{self.prog} --help'".replace("\n", "\\n"))
         raise SystemExit(2)
+
+    def print_help(self, file=None):                # argparse's own hides that a disk is full
+        print(self.format_help(), end="", file=file, flush=True)
 
 
 def build_parser():
@@ -5106,11 +5140,14 @@ def build_parser():
 def parse(argv):
     """The options; words that belong to none get a line that says what was probably meant."""
     parser = build_parser()
+    if bare := [arg for arg in argv or sys.argv if re.fullmatch(r"--[\w-]+=--", arg)]:
+        parser.error(f"{bare[0]}: -- is no value")  # argparse would drop it
     options, extra = parser.parse_known_args(argv)
     options.choice = {key: getattr(options, key, None) for key in CHOICE}
     if extra:
         sub, word = getattr(options, "parser", parser), extra[0]
-        near = difflib.get_close_matches(word, re.findall(r"--[\w-]+", sub.format_help()), n=1)
+        known = re.findall(r"--[\w-]+", sub.format_help()) if word.startswith("-") else []
+        near = difflib.get_close_matches(word, known, n=1)
         sub.error(f"{word} belongs to no option" + (
             f"; there is a {near[0]}" if near else
             ": put quotes around a prompt of several words" if hasattr(options, "prompt") else
@@ -5131,7 +5168,7 @@ def main(argv=None):
         finally:
             sys.stdout.flush()                      # what --help has printed
         if options.command is None:
-            print(TOUR, end="")
+            print(TOUR, end="", flush=True)
             return 0
         with np.errstate(all="ignore"):             # what is not finite is found and named
             code = options.run(options)

@@ -3,7 +3,6 @@ import ast
 import builtins
 import contextlib
 import dis
-import inspect
 import io
 import re
 import sys
@@ -95,17 +94,15 @@ def test_imports_are_the_standard_library_and_numpy():
 
 
 def test_the_header_for_script_runners_is_toml():
-    """As its specification reads it: the lines between /// script and ///, without their '# '."""
     block = re.match(r"# /// script\n((?:#(?: .*)?\n)+?)# ///\n", SOURCE)[1]
     header = tomllib.loads("".join(line[2:] + "\n" for line in block.splitlines()))
     assert header == {"requires-python": ">=3.11", "dependencies": ["numpy>=1.26"]}
 
 
 def test_every_global_name_exists():
-    """What only a rare branch uses is imported and spelled right too."""
     def codes(code):
         yield code
-        for const in filter(inspect.iscode, code.co_consts):
+        for const in (const for const in code.co_consts if hasattr(const, "co_code")):
             yield from codes(const)
     steps = [step for code in codes(compile(SOURCE, "tinygpt.py", "exec"))
              for step in dis.get_instructions(code)]
@@ -143,10 +140,9 @@ def trace(work):
     return calls
 
 
-@pytest.fixture(scope="module", params=[t.ModelConfig(37), t.ModelConfig(23, 5, 7, 12, 4, 17, 2)],
-                ids=["default sizes", "all different"])
+@pytest.fixture(scope="module", params=[t.ModelConfig(37), t.ModelConfig(23, 5, 7, 12, 4, 17, 2)])
 def traced(request):
-    """Sizes by letter, and the calls of a run over the functions of the book."""
+    """Sizes by letter, the default ones or all different, and the calls of a run over the book."""
     config, rng = request.param, np.random.default_rng(0)
     s = letters(config, B=16 if config.context == 16 else 6)
 

@@ -164,10 +164,10 @@ def test_learning_that_takes_longer_than_a_second_says_so(train, monkeypatch):
 
 @pytest.fixture
 def signals():
-    """Signals as in a shell while a test runs, even if they are ignored here."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    usual_signals()
-    yield
+    """What a signal does where the program does not catch it, even if it is ignored here."""
+    usual = failing(AssertionError("the signal was not caught"))
+    before = {n: signal.signal(n, usual) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield usual
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -177,7 +177,7 @@ def signals():
 def test_a_signal_ends_after_the_step_and_a_resumed_run_equals_a_whole_one(
         name, signals, train, tmp_path, monkeypatch):
     number, schedule = getattr(signal, name.split()[0]), t.lr_schedule
-    signal.signal(number, signal.SIG_IGN if "nohup" in name else signal.SIG_DFL)
+    signal.signal(number, signal.SIG_IGN if "nohup" in name else signals)
     monkeypatch.setattr(t, "lr_schedule", lambda n, *args: (
         signal.raise_signal(number) if n == 37 else None, schedule(n, *args))[1])
     result = train("--steps", 100)
@@ -185,7 +185,7 @@ def test_a_signal_ends_after_the_step_and_a_resumed_run_equals_a_whole_one(
     if "nohup" in name:
         assert result.returncode == 0 and signal.getsignal(number) == signal.SIG_IGN
     else:
-        assert signal.getsignal(number) == signal.SIG_DFL, "as before"
+        assert signal.getsignal(number) == signals, "as before"
         assert (result.returncode, result.stdout) == (128 + number, "")
         assert "stopped after step 37" in result.stderr
         assert t.load_checkpoint(tmp_path / "m.npz").step == 37
@@ -254,7 +254,7 @@ def test_generate_draws_token_by_token(merges, prompt, choice, folder, tmp_path)
 
 
 @pytest.mark.parametrize("command", ["generate", "look"])
-@pytest.mark.parametrize("prompt", ["-x", "--", "- item", "--model", "", "the\r\nhen", "a  ", " "])
+@pytest.mark.parametrize("prompt", ["-x", "---", "- item", "--model", "", "the\r\nhen", "a  ", " "])
 def test_any_prompt_can_be_given_behind_an_equals_sign(command, prompt, folder):
     result = run(command, "--model", folder / "model.npz", f"--prompt={prompt}",
                  *["--tokens=0"] * (command == "generate"))
