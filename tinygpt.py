@@ -3324,7 +3324,10 @@ if __name__ == "__main__": demo(demo_adamw)
 # Now and then a batch gives a gradient far larger than usual. It fills both running means of card
 # 50: m then points its way for many steps, and v stays so large that the steps after them are too
 # small. So the gradients of all arrays are taken as one long vector, and where that vector is
-# longer than a chosen limit c, it is shortened to length c. Its direction stays.
+# longer than a chosen limit c, it is shortened to length c. Its direction stays. The program's
+# limit is 1, the usual value. In its default run hardly a step reaches it at first; late in the
+# run, when the model is surer of itself, the norm grows past 1, and most steps are shortened a
+# little.
 #
 #     ‖g‖ = √(Σ_k Σ_i g_ki²)                                                             (51.1)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
@@ -5040,7 +5043,8 @@ class LongAdamW(AdamW):
         self.m, self.v, self.stretches = {}, {}, self.cut(longs[0])
         for arrays, long in zip((params, self.m, self.v), longs):
             for flat, names in zip(long, self.kinds):
-                flat *= arrays is params            # m and v begin at 0
+                if arrays is not params:
+                    flat[...] = 0                   # m and v begin at 0
                 ends = np.cumsum([params[name].size for name in names])[:-1]
                 for name, part in zip(names, np.split(flat, ends)):
                     arrays[name] = part.reshape(params[name].shape)
