@@ -10,7 +10,7 @@ import pytest
 import tinygpt as t
 from conftest import make_checkpoint, run
 
-COUNT = int(os.environ.get("FUZZ", 240))
+COUNT = int(os.environ.get("FUZZ", 160))
 TEXT = "the hen sat in the sun. the fox ran to the hen.\n" * 8
 NUMBERS = ["0", "1", "-1", "2", "3", "5", "7", "0.5", "1.5", "-0.0", "1e-9", "1e9", "1e400", "nan",
            "inf", "-inf", "", " ", "x", "0x1", "1_0", "٣", "999999999999999999999", "--", "1,5"]
