@@ -510,7 +510,8 @@ def demo_apply_merge():
     e = example(3)
     merges = train_bpe(e.word_counts, e.n_merges)
     joined, neighbours = join(list("abcab"), ("a", "b"))
-    print(f"a b c a b with the pair (a, b): {joined}, joined between {neighbours}")
+    print(f"a b c a b with the pair (a, b): {joined}")
+    print(f"joined between {neighbours}")
     for word in e.word_counts:
         tokens = list(word)
         steps = ["|".join(tokens)]
@@ -1468,7 +1469,7 @@ def demo_layernorm():
     Y, cache = layer_norm_forward(X, gamma, beta)
     Xhat, s = cache["Xhat"], cache["s"]
     show("X", X)
-    print("row 0: mean (2 + 4 + 4 + 10) / 4 = 5, variance (9 + 1 + 1 + 25) / 4 = 9, ε = 0.00001")
+    print("row 0: mean (2 + 4 + 4 + 10) / 4 = 5, variance (9 + 1 + 1 + 25) / 4 = 9, ε 1e-5")
     show("s", s.T)
     show("Xhat", Xhat)
     show("gamma", gamma)
@@ -1687,9 +1688,9 @@ if __name__ == "__main__": demo(demo_xavier)
 # - **3b.** Leave the maximum out of 15.1: write `np.exp(z)`. Which golden files change, and why no
 #   others?
 #
-# - **3c.** Write GELU as a new card. GPT-2 uses gelu(x) = x/2 · (1 + tanh u) with u = √(2/π) (x +
-#   0.044715 x³). Derive its backward pass, then write both functions. (The slope of tanh u is 1 -
-#   tanh² u.)
+# - **3c.** Write GELU as a new card, number 62, before the exercises of chapter 10. GPT-2 uses
+#   gelu(x) = x/2 · (1 + tanh u) with u = √(2/π) (x + 0.044715 x³). Derive its backward pass, then
+#   write both functions. (The slope of tanh u is 1 - tanh² u.)
 
 # %% [markdown]
 # ## Chapter 4. Embeddings
@@ -3301,7 +3302,7 @@ def demo_adamw():
     print("w = 1, -2, 0.5 and g = 0.4, -0.2, 0 with η = 0.1, ε = 0.1, λ = 0: the first step")
     print("is 0.1 g / (|g| + 0.1), and w becomes")
     show("", params["w"])
-    print("u after 100 steps with η = 0, for a gradient of 1, of 0.001, and of 1 and -1 in turn:")
+    print("u after 100 steps for a gradient of 1, of 0.001, and of 1 and -1 in turn:")
     opt, theta = AdamW({"w": np.zeros(3)}, weight_decay=0.0), {"w": np.zeros(3)}
     for t in range(100):
         opt.step(theta, {"w": np.array([1.0, 0.001, (-1.0) ** t])}, lr=0.0)
@@ -3616,7 +3617,7 @@ def demo_training():
     params = init_params(config, np.random.default_rng([1, 0]), np.float64)
     print(f"V = {config.vocab_size}, {count_params(params)} parameters, {len(x)} windows in batches"
           f" of 5, {len(val_x)} held out")
-    print("β1 = 0.9, β2 = 0.95, λ = 0.1, clipping at 1, η up to 0.03 in 4 steps, then to 0.003")
+    print("β1 = 0.9, β2 = 0.95, λ = 0.1, c = 1, η up to 0.03 in 4 steps, then down to 0.003")
     optimizer = AdamW(params, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     schedule = lambda t: lr_schedule(t, 0.03, 0.003, 4, 20)
     batches = epoch_after_epoch(x, y, 5, np.random.default_rng([1, 1]))
@@ -4219,7 +4220,7 @@ def cards():
         for i, line in enumerate(lines, at):
             if tag := re.fullmatch(r"#     (.*?)\s*†?\s*\((\d+\.\d+)\)", line):
                 card.equations[tag[2]] = tag[1] or lines[i - at - 1].strip("# ")
-            elif not line.startswith("#") and (tags := re.findall(r"\((\d+\.\d+)\)", line)):
+            elif tags := re.findall(r"\((\d+\.\d+)\)", line.partition("  #")[2]):
                 card.tagged.append((i, line.split("  #")[0].strip(), tags))
             elif match := re.match(r"def (demo_(\w+))", line):
                 card.slug, card.demo = match[2].replace("_", "-"), match[1]
@@ -4873,7 +4874,8 @@ def run_changed(index):
     """Play every demo, say which print something else than golden/ has, and the first in full."""
     changed, crashed, wrong = [], [], []
     for card in index:
-        out, before = io.StringIO(), read_text(golden_file(card))
+        out, golden = io.StringIO(), golden_file(card)
+        before = golden.read_text(encoding="utf-8") if golden.exists() else ""
         try:
             with contextlib.redirect_stdout(out):
                 globals()[card.demo]()

@@ -28,7 +28,7 @@ needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /d
 
 
 class GoldenText(SingleFileSnapshotExtension):
-    """golden/NAME.txt for a test with the parameter NAME: test_demo[15-softmax] has 15-softmax.txt."""
+    """golden/NAME.txt for a test with the parameter NAME: test[15-softmax] has 15-softmax.txt."""
 
     _write_mode = WriteMode.TEXT
     file_extension = "txt"
@@ -49,6 +49,15 @@ class GoldenText(SingleFileSnapshotExtension):
 @pytest.fixture
 def golden(snapshot):
     return snapshot.use_extension(GoldenText)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """Where golden files differ, the last words are those of 'python tinygpt.py demo --changed'."""
+    yield                                           # pytest's own summary
+    if any("test_golden" in report.nodeid for report in terminalreporter.stats.get("failed", [])):
+        changed = run_process("demo", "--changed", env={"PYTHONUTF8": "1"})
+        terminalreporter.write(f"\n{changed.stdout}{changed.stderr}")
 
 
 @pytest.fixture
