@@ -414,6 +414,7 @@ def demo_pair_frequency():
     for pair, count in f.items():
         print(f"f{pair} = {count}, in words {places[pair]}")
     print(f"(a, a) occurs 2 times in aaab; the best pair is {best_pair(f)}")
+    print(f"of equally many (b, a) and (a, b) it is {best_pair({('b', 'a'): 1, ('a', 'b'): 1})}")
 
 if __name__ == "__main__": demo(demo_pair_frequency)
 
@@ -4218,8 +4219,8 @@ def cards():
                                    direction=match[3] or way[0].strip(", ").lower(), tagged=[],
                                    equations={})
         for i, line in enumerate(lines, at):
-            if tag := re.fullmatch(r"#     (.*?)\s*†?\s*\((\d+\.\d+)\)", line):
-                card.equations[tag[2]] = tag[1] or lines[i - at - 1].strip("# ")
+            if tag := re.fullmatch(r"#     (.*?) *(†?) *\((\d+\.\d+)\)", line):
+                card.equations[tag[3]] = (tag[1] or lines[i - at - 1].strip("# ")) + tag[2]
             elif tags := re.findall(r"\((\d+\.\d+)\)", line.partition("  #")[2]):
                 card.tagged.append((i, line.split("  #")[0].strip(), tags))
             elif match := re.match(r"def (demo_(\w+))", line):
@@ -4872,7 +4873,7 @@ def golden_file(card):
 
 def run_changed(index):
     """Play every demo, say which print something else than golden/ has, and the first in full."""
-    changed, crashed, wrong = [], [], []
+    changed, crashed, wrong = [], {}, []
     for card in index:
         out, golden = io.StringIO(), golden_file(card)
         before = golden.read_text(encoding="utf-8") if golden.exists() else ""
@@ -4882,8 +4883,9 @@ def run_changed(index):
         except Exception as error:
             at = [frame for frame in traceback.extract_tb(error.__traceback__)
                   if frame.filename == train.__code__.co_filename][-1]
-            crashed.append(f"  {card.slug} at line {at.lineno}: {at.line}\n"
-                           f"    {type(error).__name__}: {error}")
+            crash = (f"line {at.lineno}: {at.line.split('  #')[0].strip()}\n"
+                     f"  {type(error).__name__}: {error}")
+            crashed.setdefault(crash, []).append(f"{card.n or card.slug}")
         if out.getvalue() != before:
             changed.append((card, before.splitlines(), out.getvalue().splitlines()))
     print(f"{len(changed)} of {len(index)} demos print something else than golden/ has")
@@ -4897,18 +4899,19 @@ def run_changed(index):
                 names = names if line.startswith(" " * 10) else [name_of(line) or "a sentence"]
                 arrays.setdefault(names[0], []).append(line)
         other = [name for name in old if old[name] != new.get(name)] + ["the end"]
-        print(f"\nAs before: {', '.join(n for n in old if n not in other) or 'nothing'}. "
+        same = [name for name in old if name not in [*other, "a sentence"]]
+        print(f"\nAs before: {', '.join(same) or 'no array'}. "
               f"The first that is not: {other[0]}, made here:")
         made = [x for x in card.tagged if x[1].startswith(re.match(r"\w*", other[0])[0] + " ")]
         for i, line, tags in made or card.tagged:
             print(f"  line {i}: {line}")
             print(*(f"    ({tag})  {card.equations.get(tag)}" for tag in tags), sep="\n")
         lost = card.equations.keys() - {tag for _, _, tags in card.tagged for tag in tags}
-        print(*(f"  no line has ({tag})  {card.equations[tag]}" for tag in sorted(lost)
-                if not made), sep="\n", end="\n" * bool(lost and not made))
+        for tag in sorted(tag for tag in lost if not made and card.equations[tag][-1] != "†"):
+            print(f"  no line has ({tag})  {card.equations[tag]}")
         print("Then:", ", ".join(f"{card.n or card.slug}" for card, *_ in changed[1:]) or "none")
-    if crashed:
-        print("Crashed:", *crashed, sep="\n")
+    for crash, names in crashed.items():
+        print(f"Crashed: {', '.join(names)} at {crash}")
     try:
         wrong = [name for name, error in (check_operations(0) | check_model(0, 3)).items()
                  if not error < 1e-4]

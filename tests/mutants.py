@@ -76,7 +76,7 @@ def changes(source):
     starts = [0, 0, *(end.end() for end in re.finditer(b"\n", data))]
     cut = lambda n: (starts[n.lineno] + n.col_offset, starts[n.end_lineno] + n.end_col_offset)
     every = lambda *nodes: {node for top in nodes for node in ast.walk(top)}
-    defaults = vars(o := t.parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(t.parse(["generate"]))
+    default = vars(o := t.parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(t.parse(["generate"]))
     for top in ast.parse(source).body:
         card, name = cards[top.lineno], getattr(top, "name", ast.unparse(top).split(" ")[0])
         if not (name in ("train", "resolve", "run_generate", "run_look", "parse")
@@ -84,13 +84,13 @@ def changes(source):
                 isinstance(top, (ast.FunctionDef, ast.ClassDef, ast.Assign))):
             continue
         found = {(*at.span(1), '""', "cards")       # a line of a pattern left out
-                 for at in re.compile(rb'[ (](rf?"[^"\n]*")').finditer(data, *cut(top)) if name.isupper()}
+                 for at in re.compile(rb'[ (](rf?".*?")').finditer(data, *cut(top)) if name.isupper()}
         dead = every(*(n for n in every(top) if isinstance(n, (ast.Raise, ast.JoinedStr))))
         tests = every(*(n.test for n in every(top) if isinstance(n, ast.If) and n.body[0] in dead))
         for node in every(top) - dead:
             kind = card if card in KINDS else KINDS[node in tests]
             found |= {(*cut(node), ast.unparse(new), kind)                  # of -1 only the sign
-                      for new in variants(node, defaults if kind == "program" else None)
+                      for new in variants(node, default if kind == "program" else None)
                       if ast.unparse(new) != ast.unparse(node) and data[cut(node)[0] - 1] != 45}
         for i, (start, end, new, kind) in enumerate(sorted(found), 1):
             line, old = data.count(b"\n", 0, start) + 1, data[start:end].decode()
@@ -113,7 +113,7 @@ def who_sees(source, kind="cards", suite=True):
         for args in filter(None, (["tinygpt.py", "demo"] * (kind != "program"), suite)):
             bounds = f'ulimit -v 4194304; ulimit -t {60 if args is suite else 20}; exec "$@"'
             played = subprocess.run(                # an endless loop comes to an end
-                ["sh", "-c", bounds, "sh", sys.executable, "-B", *args], cwd=folder, capture_output=True,
+                ["sh", "-c", bounds, "sh", sys.executable, *args], cwd=folder, capture_output=True,
                 stdin=subprocess.DEVNULL, encoding="utf-8", env=os.environ | {"PYTHONUTF8": "1"})
             out, wrong = played.stdout, played.returncode != 0
             if args is not suite and (wrong or re.split(r"(?:^|\n)=== .*\n", out)[1:] != texts):

@@ -51,8 +51,9 @@ def test_random_option_values(folder):
 
 def test_random_words(folder):
     rng = random.Random(6)
-    words = ["train", "generate", "look", "demo", "gradcheck", "--model", "--prompt", "--list", "15",
-             "--text", "--out", "the", "fox", "softmax", "-x", "--", "", "--steps", "-1", "--seed"]
+    words = ["train", "generate", "look", "demo", "gradcheck", "--model", "--prompt", "--list",
+             "15", "--text", "--out", "the", "fox", "softmax", "-x", "--", "", "--steps",
+             "-1", "--seed"]
     for _ in range(COUNT):
         args = rng.choices(words, k=rng.randint(1, 4))
         if args[0] in ("train", "gradcheck") or args == ["demo"]:
@@ -116,6 +117,7 @@ def test_random_logits_and_parameters():
             continue
         assert np.isfinite(p).all() and (p >= 0).all() and abs(p.sum() - 1) < 1e-9 and p[token] > 0
         if n % 32 == 0:
-            params = {name: W * np.float32(10) ** rng.integers(-9, 10) for name, W in ck.params.items()}
+            params = {name: W * np.float32(10) ** rng.integers(-9, 10)
+                      for name, W in ck.params.items()}
             with np.errstate(all="ignore"), contextlib.suppress(t.BadInput):    # not finite
                 t.generate(params, ck.config, [1, 2], 3, rng)
