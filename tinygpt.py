@@ -29,8 +29,8 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # A GPT is a program that reads a text and says what comes next, one small piece at a time. This
 # file holds a whole one: the code that cuts text into pieces, the network that scores the next
 # piece, the derivatives that tell each number of the network how to change, the training, and the
-# writing. No step of it is left to a library: NumPy does arithmetic on arrays, and every formula it
-# carries out stands here.
+# writing. No step of it is left to a library for machine learning: NumPy does arithmetic on arrays,
+# sorts and draws random numbers, and every formula of the network stands here.
 #
 # The route of a text through it: each piece, called a token, becomes an id, a whole number (chapter
 # 1). Each id becomes a row of d numbers (chapter 4). The rows pass through L blocks. Each block has
@@ -44,14 +44,13 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # The book has ten chapters with 61 sections, called cards. A card takes one step. It says what the
 # step is for and why it has this form, states the step as numbered equations, gives the shapes,
 # then the code, then a demo with numbers small enough to redo by hand. What a demo prints is kept
-# in the folder `golden`, so any change to an equation shows up there as a difference;
+# in the folder `golden`, so a change to the code of an equation shows up there as a difference;
 # `golden/training.txt` is the transcript of a short training run.
 #
-# - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of
-#   the equation, and again at the end of the line of code that carries the equation out.
+# - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of the equation, and again at the end of the line of code that carries the equation out. 'As 15.2' marks code that does the same elsewhere.
 # - A dagger † marks an equation that no line of code is labelled with: a step of a derivation, the
 #   same said in another way, or a fact worth knowing. A demo may show it with numbers.
-# - Behind a line that makes an array, a comment gives its shape: `# (T, d)` is T rows, d columns.
+# - Behind most lines that make an array, a comment gives its shape: `# (T, d)` is T rows, d columns.
 # - A window of T tokens is a matrix with a row for each position, (T, d). A batch is its windows,
 #   one below the other in one tall matrix. Rows do not see each other except in attention, so the
 #   same code serves both, and the shapes are given for one window. Where attention splits a matrix
@@ -60,9 +59,8 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # - `dX` is always the derivative of the loss with respect to X, in short, by X. It has the shape of
 #   X, since each entry of X has its own derivative. Taken together, the derivatives of the loss by
 #   all numbers of an array are called its gradient.
-# - A small step against the gradient, each number less a little of its derivative, makes the loss
-#   smaller. Training is many such steps (chapter 8).
-# - A backward function stands beneath its forward function and reads like it upside down.
+# - A small enough step against the gradient, each number less a little of its derivative, makes the loss smaller. Training is many steps of this kind (chapter 8).
+# - A backward function stands beneath its forward function, or beneath the last of several, and goes through the same steps in reverse order.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
 # Each chapter ends with exercises; the answers stand together at the end of the book. To do one
@@ -99,6 +97,9 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     X.T                   the transpose: rows become columns, shape (4, 3)
 #     X.max(axis=1)         the largest of each row, shape (3,); with keepdims=True (3, 1)
 #     X.reshape(6, 2)       the same numbers, read row by row, in rows of 2; -1 stands for what fits
+#     X[[0, 1, 2], y]       one entry of each row, in the column that y names: shape (3,)
+#     X > 0                 an array of truths, which count as 1 and 0 when multiplied
+#     X[None]               one more axis in front: shape (1, 3, 4)
 #     A.swapaxes(-1, -2)    the last two axes exchanged: the transpose of each matrix in a stack
 #     X += Y                changes X itself, where X = X + Y makes a new array
 #
@@ -126,11 +127,12 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     ᵀ, ⊙     transpose; entry by entry product
 #     ‖, ⌊ ⌋, ⌈ ⌉   size of a vector; rounding down; rounding up
 #
-# Three letters serve twice, never in one function. V is also the matrix of values in attention
-# (cards 28 to 38), as everywhere in the field. h numbers a head in cards 29 to 36 and is a small
-# step in cards 47 to 49. x is a window of ids, and in cards 23, 39 and 47 just an input. At the
-# default sizes B, T and hs happen to be equal, and so are Tmax and d, and H and L; the letters tell
-# them apart.
+# Some letters serve twice, never in one function. V is also the matrix of values in attention
+# (cards 28 to 38), as everywhere in the field. h numbers a head in cards 29 to 36, and is a small
+# step in cards 21 and 47 to 49. x is a window of ids, and elsewhere just an input. Small letters
+# such as a, b, c, m, s and w are explained where they occur, and hold for that card. At the default
+# sizes B, T and hs happen to be equal, and so are Tmax and d, and H and L; the letters tell them
+# apart.
 #
 # ## The configuration
 #
@@ -315,10 +317,11 @@ def demo(function):
 # a vowel sign that Unicode writes as a mark of its own belongs to the letter before it, and so do
 # the two joiners that stand within words of some scripts. Every character lands in exactly one
 # piece. That matters: a lost character could never be decoded again. Nothing is normalised either,
-# so text comes back as it went in. The first alternative cannot tell an apostrophe from an opening
-# quote: 'the is cut into 't and he.
+# such as two spellings of é made one, so text comes back as it went in, if every character is
+# known. The first alternative knows small letters and the straight apostrophe only, and cannot tell
+# that from an opening quote: at the beginning of a text, 'the is cut into 't and he.
 #
-# Learning the merges, in the next card, never looks at the text again, only at each distinct
+# Learning the merges, in the next two cards, never looks at the text again, only at each distinct
 # pre-token w and the number of places where it stands. A text of a million words has far fewer
 # distinct ones.
 #
@@ -329,9 +332,9 @@ def demo(function):
 # Shapes: none; a text becomes a dict {pre-token: count}.
 
 # %%
-every = "".join(char if unicodedata.category(char)[0] == "M" else " "
-                for char in map(chr, range(0x300, 0x20000)))
-MARKS = "".join(f"{run[0]}-{run[-1]}" for run in every.split())
+marks = "".join(char if unicodedata.category(char)[0] == "M" else " "
+                for char in map(chr, range(0x300, 0x20000)))        # in Unicode's order
+MARKS = "".join(f"{run[0]}-{run[-1]}" for run in marks.split())     # a range for each run
 MARKS += "\U000e0100-\U000e01ef\u200c\u200d"         # variation selectors, and two joiners
 PRE_TOKEN = re.compile(r"'(?:[stmd]|re|ve|ll)"      # endings of contractions
                        r"| ?[^\W\d_]+"             # letters: what \w stands for, less digits and _
@@ -437,8 +440,8 @@ if __name__ == "__main__": demo(demo_pair_frequency)
 # b a b, the second join takes out the pair (ab, a) that the first has put in. A place where a pair
 # no longer stands stays in its list: `join` finds nothing there. The best pair comes from a heap, a
 # list that hands out its smallest entry cheaply: among entries (-f, pair) that is the most frequent
-# pair, and among equals the smallest one, as in 2.2. When a count changes, an entry with the new
-# one is added; an entry that is out of date is dropped when it comes up.
+# pair, and among equals the smallest one, as in 2.2. When a count changes and is still above 1, an
+# entry with the new one is added; an entry that is out of date is dropped when it comes up.
 #
 # Shapes: none; a list of tokens becomes a list that is as long or shorter.
 
@@ -749,21 +752,21 @@ if __name__ == "__main__": demo(demo_split)
 #     y_start[t] = ids[start + t + 1],  t = 0, ..., T-1                                   (7.3)
 #     y_start[t] = x_start[t + 1],      t = 0, ..., T-2                                 † (7.4)
 #
-# Windows start every `stride` places. With a stride below T they overlap, and a token of the stream
-# is met in several windows, each time at another place. With a stride above T some tokens between
-# two windows are never a target. Whatever the stride, the first token is none, nor may the last few
-# be, fewer than the stride. The bound on the start is strict, because the last target of a window
-# is ids[start + T]: the start N - T would read one id past the end.
+# Windows start every `stride` places. With a stride below T they overlap, and tokens are met in
+# more than one window, each time at another place. With a stride above T some tokens are never a
+# target. Whatever the stride, the first token is none, nor may the last few be, fewer than the
+# stride. The bound on the start is strict, because the last target of a window is ids[start + T]:
+# the start N - T would read one id past the end.
 #
 # With T = 4 and stride 2, the first two windows and their targets lie in the stream like this:
 #
 #     ids     10 11 12 13 14 15 16 17 ...
-#     x(0)   [10 11 12 13]                  y(0)      [11 12 13 14]
-#     x(2)         [12 13 14 15]            y(2)            [13 14 15 16]
+#     x_0    [10 11 12 13]                  y_0       [11 12 13 14]
+#     x_2          [12 13 14 15]            y_2             [13 14 15 16]
 #
 # A window and its targets together are T + 1 ids in a row. `sliding_window_view` shows all such
-# pieces of the stream without copying one, and `[::stride]` takes every k-th of them. The first T
-# ids of a piece are x, the last T are y.
+# pieces of the stream without copying one, and `[::stride]` takes one for every `stride` of them.
+# The first T ids of a piece are x, the last T are y.
 #
 # Shapes: ids (N,) -> x (windows, T), y (windows, T); how many there are is the subject of card 8.
 
@@ -833,9 +836,9 @@ if __name__ == "__main__": demo(demo_window_count)
 # ### 9. Shuffling and batching
 #
 # The gradient of one window is only a noisy hint at the best step. The mean over a batch of B
-# windows is a steadier one, and matrix products are faster when they are larger. One pass over all
-# windows is an epoch. Each epoch visits the windows in a new random order, because neighbours in
-# the text are alike and should not always come together.
+# windows is a steadier one, and one large matrix product takes less time than many small ones. One
+# pass over all windows is an epoch. Each epoch visits the windows in a new random order, because
+# neighbours in the text are alike and should not always come together.
 #
 #     batches per epoch = ⌈windows / B⌉                                                 † (9.1)
 #
@@ -888,9 +891,10 @@ if __name__ == "__main__": demo(demo_batches)
 # A network is a chain of a few kinds of operation. This chapter writes down each kind twice:
 # forward, to get the result, and backward, to get derivatives. A backward function is handed dY,
 # the derivative of the loss by its output, called the upstream gradient. It returns the derivative
-# of the loss by each of its inputs. It need not know what comes after. So backward functions can be
-# chained in reverse order, and that chaining is backpropagation. The loss itself stands at the end
-# of the chain, and there the backward pass begins (card 18).
+# of the loss by each of its inputs that can be varied; ids cannot. It need not know what comes
+# after. So backward functions can be chained in reverse order, and that chaining is
+# backpropagation. The loss itself stands at the end of the chain, and there the backward pass
+# begins (card 18).
 
 # %% [markdown]
 # ### 10. Matrix multiplication (forward)
@@ -1008,7 +1012,7 @@ if __name__ == "__main__": demo(demo_linear)
 # Let x = 3, w = 2, b = 1 and y = 5: the error w x + b - y is 2, the loss 4. By the chain rule the
 # loss moves with w at the rate 2 · error · x = 12, and with b at 2 · error = 4. A step of 0.01
 # against these: w = 2 - 0.12 = 1.88 and b = 1 - 0.04 = 0.96. Now the error is 1.6, the loss 2.56.
-# All of training is this, with more numbers.
+# Training repeats this with more numbers.
 #
 # Given dY, how does the loss depend on W, b and X? From 10.1 and 10.3, Y_tj is a sum in which each
 # of them appears once, so the derivatives of one output are read off directly.
@@ -1152,14 +1156,14 @@ if __name__ == "__main__": demo(demo_relu_backward)
 # %% [markdown]
 # ### 15. Softmax (forward)
 #
-# A network gives scores, any numbers; choosing needs probabilities, positive and with sum 1.
+# A network gives scores, any numbers; choosing needs probabilities, from 0 up and with sum 1.
 # Raising e to each score makes all of them positive and keeps their order. Dividing by the sum
 # makes the sum 1. That is softmax. A difference of 1 between two scores becomes a factor of e,
 # about 2.718, between their probabilities.
 #
-# There is one danger. exp(1000) is too large for a computer and becomes infinite, and infinite
-# divided by infinite is not a number. So the row's largest score is subtracted first. Then the
-# largest exponent is 0, its exp is 1, and nothing overflows.
+# There is one danger. exp(1000) is too large for a computer and becomes infinite in NumPy, and
+# infinite divided by infinite is not a number. So the row's largest score is subtracted first. Then
+# the largest exponent is 0, its exp is 1, and nothing overflows.
 #
 #     e_i = exp(z_i - max_k z_k)                                                         (15.1)
 #     p_i = e_i / Σ_k e_k                                                                (15.2)
@@ -1266,9 +1270,10 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # tokens. The text says which token came next, the target y_t. The loss, called cross-entropy or
 # negative log-likelihood, is minus the logarithm of the probability that the model gave to that
 # token: 0 if it was certain and right, large if it found the token unlikely. The log of a product
-# is the sum of the logs, so the losses of all tokens of a window, each given those before it, add
-# up to minus the log of the probability of them all: making the loss small is making the text
-# likely, or maximum likelihood.
+# is the sum of the logs, and the probability of a row of tokens is the product of those of each
+# token given the ones before it; so the losses of a window's targets add up to minus the log of the
+# probability of them all, given its first token: making the loss small is making the text likely,
+# or maximum likelihood.
 #
 #     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
 #     logp_tv = z_tv - log Σ_k exp(z_tk)                                                 (17.2)
@@ -1278,8 +1283,8 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # 17.2 is the logarithm of the softmax, worked out: log(exp(z) / Σ exp(z)) = z - log Σ exp(z).
 # Taking the log of a finished softmax would fail, because a tiny probability is rounded to 0 and
 # its log is -∞. In 17.2 it is merely a large negative number. 17.1 keeps exp from overflowing, as
-# in card 15. 17.3 takes the mean over all positions, so the loss does not depend on how much text
-# it saw. P is kept for the backward pass.
+# in card 15. 17.3 takes the mean over all positions, so the size of the loss does not depend on how
+# much text it saw. P is kept for the backward pass.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1389,8 +1394,8 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 #
 # A loss of 2.3 says little by itself. Its exponential does: a model that guesses evenly among n
 # tokens has the loss log n, so exp(loss) is the number of tokens among which the model is, on
-# average, torn. That number is called perplexity. Before training it is near V, since random
-# weights guess about evenly; then it falls.
+# average, torn. That number is called perplexity. Before training it is near V where the weights
+# are small, since then all logits are nearly alike; then it falls.
 #
 #     perplexity = exp(loss)                                                             (19.1)
 #
@@ -1570,7 +1575,7 @@ def demo_layernorm_derivation():
     show("21.5", matrix)
     show("measured", measured)
     show("dY", dY)
-    show("21.6, γ = 1", dY @ matrix)
+    show("21.6", dY @ matrix)
     loss = lambda row: (dY * of_row(row)[0]).sum()
     show("measured", np.array([slope(loss, j) for j in range(d)]))
 
@@ -1638,12 +1643,12 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # `ff1_w`, say, would get the same gradient at every step and stay equal for ever. How large should
 # they be? Let fan_in be the number of rows of W and fan_out the number of columns. An entry of X W
 # is a sum of fan_in products x w. Take x and w as random, independent, with mean 0; the variance is
-# then the mean of the square. The mean of x² w² is the mean of x² times the mean of w², so a
-# product has variance Var(x) Var(w), and the sum of independent ones has fan_in Var(x) Var(w). To
-# keep the size of the signal going forward, Var(w) should be 1/fan_in. Going backward, dX = dY Wᵀ
-# sums over fan_out numbers, which asks for 1/fan_out. Unless W is square, both cannot hold at once,
-# so the variance is put between them: 2 / (fan_in + fan_out). This choice is named after Xavier
-# Glorot.
+# then the mean of the square. Since they are independent, the mean of x² w² is the mean of x² times
+# the mean of w², so a product has variance Var(x) Var(w), and the sum of independent ones has
+# fan_in Var(x) Var(w). To keep the size of the signal going forward, Var(w) should be 1/fan_in.
+# Going backward, dX = dY Wᵀ sums over fan_out numbers, which asks for 1/fan_out. Unless W is
+# square, both cannot hold at once, so the variance is put between them: 2 / (fan_in + fan_out).
+# This choice is named after Xavier Glorot.
 #
 # A uniform distribution U[-wmax, wmax] gives each number between -wmax and wmax the same chance.
 # Its variance is the mean of w² over that interval: the integral of w² from -wmax to wmax, which is
@@ -5196,8 +5201,8 @@ def main(argv=None):
         to_nowhere(sys.stdout)
         if isinstance(error, BrokenPipeError):
             return 0
-        tell(f"tinygpt: cannot write {error.filename or 'the output'}: {error.strerror}; "
-             f"what was there is unchanged")
+        tell(f"tinygpt: cannot write {error.filename or 'the output'}: {error.strerror}"
+             + "; what was there is unchanged" * bool(error.filename))
         return 2
 
 
