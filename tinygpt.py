@@ -47,10 +47,13 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # in the folder `golden`, so a change to the code of an equation shows up there as a difference;
 # `golden/training.txt` is the transcript of a short training run.
 #
-# - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of the equation, and again at the end of the line of code that carries the equation out. 'As 15.2' marks code that does the same elsewhere.
+# - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of the
+#   equation, and again at the end of the line of code that carries the equation out. 'As 15.2'
+#   marks code that does the same elsewhere.
 # - A dagger † marks an equation that no line of code is labelled with: a step of a derivation, the
 #   same said in another way, or a fact worth knowing. A demo may show it with numbers.
-# - Behind most lines that make an array, a comment gives its shape: `# (T, d)` is T rows, d columns.
+# - Behind most lines that make an array, a comment gives its shape: `# (T, d)` is T rows, d
+#   columns.
 # - A window of T tokens is a matrix with a row for each position, (T, d). A batch is its windows,
 #   one below the other in one tall matrix. Rows do not see each other except in attention, so the
 #   same code serves both, and the shapes are given for one window. Where attention splits a matrix
@@ -59,8 +62,10 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # - `dX` is always the derivative of the loss with respect to X, in short, by X. It has the shape of
 #   X, since each entry of X has its own derivative. Taken together, the derivatives of the loss by
 #   all numbers of an array are called its gradient.
-# - A small enough step against the gradient, each number less a little of its derivative, makes the loss smaller. Training is many steps of this kind (chapter 8).
-# - A backward function stands beneath its forward function, or beneath the last of several, and goes through the same steps in reverse order.
+# - A small enough step against the gradient, each number less a little of its derivative, makes the
+#   loss smaller. Training is many steps of this kind (chapter 8).
+# - A backward function stands beneath its forward function, or beneath the last of several, and
+#   goes through the same steps in reverse order.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
 # Each chapter ends with exercises; the answers stand together at the end of the book. To do one
@@ -836,9 +841,8 @@ if __name__ == "__main__": demo(demo_window_count)
 # ### 9. Shuffling and batching
 #
 # The gradient of one window is only a noisy hint at the best step. The mean over a batch of B
-# windows is a steadier one, and one large matrix product takes less time than many small ones. One
-# pass over all windows is an epoch. Each epoch visits the windows in a new random order, because
-# neighbours in the text are alike and should not always come together.
+# windows is a steadier one. One pass over all windows is an epoch. Each epoch visits the windows in
+# a new random order, because neighbours in the text are alike and should not always come together.
 #
 #     batches per epoch = ⌈windows / B⌉                                                 † (9.1)
 #
