@@ -4173,7 +4173,7 @@ import argparse, codecs, contextlib, ctypes, difflib, hashlib, io, json, os, shl
 import threading, time, timeit, traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, replace
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 THIS = Path(globals().get("__file__", "tinygpt.py")).resolve()      # a notebook has no __file__
@@ -4946,7 +4946,7 @@ def run_bench(options):
         config = ModelConfig(V, T, T, d, H, 4 * d, L)
         params, rng = init_params(config, np.random.default_rng(0)), np.random.default_rng(0)
         batch = rng.integers(0, V, (2, B, T))
-        steps = training_steps(params, iter(lambda: batch, None), config, AdamW(params),
+        steps = training_steps(params, repeat(batch), config, AdamW(params),
                                lambda t: 1e-3, 1.0)
         ms = milliseconds(lambda: next(steps))
         print(f"training step, {' '.join(f'{k}={v}' for k, v in size.items())}: {ms:.2f} ms, "

@@ -76,21 +76,21 @@ def changes(source):
     starts = [0, 0, *(end.end() for end in re.finditer(b"\n", data))]
     cut = lambda n: (starts[n.lineno] + n.col_offset, starts[n.end_lineno] + n.end_col_offset)
     every = lambda *nodes: {node for top in nodes for node in ast.walk(top)}
-    default = vars(o := t.parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(t.parse(["generate"]))
+    usual = vars(o := t.parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(t.parse(["generate"]))
     for top in ast.parse(source).body:
         card, name = cards[top.lineno], getattr(top, "name", ast.unparse(top).split(" ")[0])
         if not (name in ("train", "resolve", "run_generate", "run_look", "parse")
                 if card == "program" else card and name[:5] != "demo_" and
                 isinstance(top, (ast.FunctionDef, ast.ClassDef, ast.Assign))):
             continue
-        found = {(*at.span(1), '""', "cards")       # a line of a pattern left out
-                 for at in re.compile(rb'[ (](rf?".*?")').finditer(data, *cut(top)) if name.isupper()}
+        lines = re.compile(rb'[ (](rf?".*?")').finditer(data, *cut(top)) if name.isupper() else []
+        found = {(*at.span(1), '""', "cards") for at in lines}      # a line of a pattern left out
         dead = every(*(n for n in every(top) if isinstance(n, (ast.Raise, ast.JoinedStr))))
         tests = every(*(n.test for n in every(top) if isinstance(n, ast.If) and n.body[0] in dead))
         for node in every(top) - dead:
             kind = card if card in KINDS else KINDS[node in tests]
-            found |= {(*cut(node), ast.unparse(new), kind)                  # of -1 only the sign
-                      for new in variants(node, default if kind == "program" else None)
+            found |= {(*cut(node), ast.unparse(new), kind)          # of -1 only the sign
+                      for new in variants(node, usual if kind == "program" else None)
                       if ast.unparse(new) != ast.unparse(node) and data[cut(node)[0] - 1] != 45}
         for i, (start, end, new, kind) in enumerate(sorted(found), 1):
             line, old = data.count(b"\n", 0, start) + 1, data[start:end].decode()
@@ -125,14 +125,15 @@ def who_sees(source, kind="cards", suite=True):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", metavar="CARD", help="1 to 61, loop, check or program")
-    for name, n, help in (("--sample", 10 ** 6, "so many, drawn at random"),
-                          ("--seed", 0, "of the draw"), ("--jobs", 2, "so many at a time")):
-        parser.add_argument(name, type=int, default=n, metavar="N", help=help)
-    for name, help in (("--golden", "play the demos only"), ("--list", "only name the changes")):
-        parser.add_argument(name, action="store_true", help=help)
+    parser.add_argument("--only", metavar="CARD", help="1 to 61, loop, program, or check, "
+                        "which is left out else: it has no equations")
+    for name, n in (("--sample", 10 ** 6), ("--seed", 0), ("--jobs", 2)):
+        parser.add_argument(name, type=int, default=n, metavar="N")
+    parser.add_argument("--golden", action="store_true", help="play the demos only")
+    parser.add_argument("--list", action="store_true", help="only name the changes")
     options, data, seen = parser.parse_args(), (ROOT / "tinygpt.py").read_bytes(), Counter()
-    chosen = [c for c in changes(data.decode()) if options.only in (None, c.card)]
+    chosen = [c for c in changes(data.decode())
+              if options.only == c.card or not options.only and c.card != "check"]
     drawn = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     look = lambda c: "" if options.list else who_sees(
         data[:c.start] + c.new.encode() + data[c.end:], c.kind, not options.golden)
