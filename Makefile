@@ -8,6 +8,7 @@ help:
 	@echo "make train      learn from corpus.txt, then write (about half a minute)"
 	@echo "make generate   let the trained model write"
 	@echo "make demo       play the 61 worked examples"
+	@echo "make book       write the book as one page for a browser, tinygpt.html"
 	@echo "make check      after a change: which examples print something else, and why"
 	@echo "make test       run all tests"
 	@echo "make golden     write the golden files anew, after an intended change"
@@ -26,7 +27,7 @@ $(VENV)/test: $(VENV)/run
 	$(RUN) -m pip install --quiet --disable-pip-version-check "pytest>=8" "syrupy>=5"
 	touch $@
 
-train generate demo gradcheck bench: $(VENV)/run
+train generate demo book gradcheck bench: $(VENV)/run
 	$(RUN) tinygpt.py $@
 
 check: $(VENV)/run
@@ -36,12 +37,12 @@ test: $(VENV)/test
 	$(PYTEST) tests/test_golden.py tests
 
 golden: $(VENV)/test
-	$(PYTEST) -p no:warnings tests/test_golden.py --snapshot-update
+	$(PYTEST) -p no:warnings tests/test_golden.py tests/test_page.py --snapshot-update
 
 mutants: $(VENV)/test
 	$(RUN) tests/mutants.py
 
 clean:
-	rm -rf $(VENV) __pycache__ tests/__pycache__ tinygpt.npz
+	rm -rf $(VENV) __pycache__ tests/__pycache__ tinygpt.npz tinygpt.html
 
-.PHONY: help train generate demo gradcheck bench check test golden mutants clean
+.PHONY: help train generate demo book gradcheck bench check test golden mutants clean

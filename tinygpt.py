@@ -79,7 +79,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # those of independent numbers add up; card 23 an integral, card 47 Taylor's formula. ∂Y/∂X is the
 # derivative of Y by X while all else is held fixed. The chain rule is the engine of the whole book,
 # so here it is in the form that is used throughout. When the loss depends on X only through Y, each
-# entry of X may touch several entries of Y, and their effects add up: dX_i = Σ_j dY_j ∂Y_j/∂X_i. An
+# entry of X may touch several entries of Y, and their effects add up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An
 # array that is used in several places gets such a sum from each place, and these add up too.
 #
 # For those who know GPT-2, the main differences: the tokenizer works on characters where GPT-2's
@@ -122,7 +122,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     N        ids in a stream                                from the text
 #     t        a position in a window; in chapters 8 and 9 a step
 #     i, j, k  indices; in attention i asks and j is asked
-#     Σ_k      the sum over all k
+#     ∑_k      the sum over all k
 #     ∈, ⇒, ←  is a member of; hence; is replaced by
 #     argmax   the place at which something is largest
 #     ℝ^(T×a)  all matrices of T rows and a columns
@@ -138,6 +138,25 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # such as a, b, c, m, s and w are explained where they occur, and hold for that card. At the default
 # sizes B, T and hs happen to be equal, and so are Tmax and d, and H and L; the letters tell them
 # apart.
+#
+# ## The notation of formulas
+#
+# Formulas are plain text, written so that one small grammar reads all of them and can set them as
+# mathematics (`python tinygpt.py book`):
+#
+# - Letters in a row are one name: `dX`, `Xhat`, `logits`. With a blank between them they are a
+#   product: `2 d F`. A number may touch the letter that it multiplies: `2d`.
+# - `_` puts the letters and digits that follow, or a bracket, below the line, and `^` above it:
+#   `X_tj`, `m_(t-1)`. A power stands before the index: `g²_k`. The signs ᵀ, ², ³, ' and * that
+#   touch a name belong to it.
+# - A name that touches a bracket is a function or an array with its argument: `exp(z)`, `ids[t]`.
+#   With a blank between them, or after a bracket, it is a product: `s (a + b)`, `(a + b)(c + d)`.
+# - A slash without blanks divides what touches it: `1/d`, `∂Y/∂X`. One with blanks divides the
+#   whole product before it by the whole product behind it: `dS Kh / √hs`.
+# - √ and ∂ take what touches them. ∑, max, log and the like, with a blank behind, take the whole
+#   product that follows: `∑_k X_tk W_kj`.
+# - Words such as if, else and for are words, and so are two or more small words in a row. Two or
+#   more blanks part what is said side by side.
 #
 # ## The configuration
 #
@@ -376,7 +395,7 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # inside a pre-token. A pre-token that occurs n_w times counts n_w times; toks_w is its present list
 # of tokens.
 #
-#     f(a, b) = Σ_w n_w · |{i : toks_w[i] = a, toks_w[i+1] = b}|                          (2.1)
+#     f(a, b) = ∑_w n_w · |{i : toks_w[i] = a, toks_w[i+1] = b}|                          (2.1)
 #     (a*, b*) = argmax over (a, b) of f(a, b)                                            (2.2)
 #
 # The best pair (a*, b*) is joined everywhere (card 3), which makes a new token, and the counting
@@ -547,8 +566,8 @@ if __name__ == "__main__": demo(demo_apply_merge)
 # The network sees no strings, only whole numbers, called ids. The vocabulary is the list that says
 # which token has which id. `itos` leads from id to string and `stoi` back.
 #
-#     itos = [<unk>] + [characters, first seen first] + [new merged tokens, in merge order]
-#                                                                                         (4.1)
+#     itos = [<unk>] + [characters, first seen first]
+#            + [new merged tokens, in merge order]                                        (4.1)
 #
 # Id 0 stands for anything unknown, such as a character that the training text never held. The
 # characters keep their own ids, because a word that no merge fits must still be spelled. 'New' says
@@ -618,7 +637,7 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # the tokens.
 #
 #     id(tok) = stoi[tok] if tok in stoi else stoi[<unk>]                                 (5.1)
-#     decode(i_1, ..., i_n) = itos[i_1] + ... + itos[i_n]   (+ joins strings)             (5.2)
+#     decode(i_1, ..., i_n) = itos[i_1] + ... + itos[i_n]   (strings are joined)          (5.2)
 #
 # The merges must be replayed in the order in which they were learned. Taking the longest known
 # token first can give other ids than those the network was trained on. Replaying the whole list for
@@ -629,8 +648,8 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # computed a second time. For those of the training text they are kept from the start: learning the
 # merges has just applied them, in their order.
 #
-# Shapes: a text becomes a list of N ids. decode(encode(text)) == text as long as every character is
-# known.
+# Shapes: a text becomes a list of N ids. `decode(encode(text)) == text` as long as every character
+# is known.
 
 # %%
 def apply_merges(word, merges, ranks=None):
@@ -907,7 +926,7 @@ if __name__ == "__main__": demo(demo_batches)
 # for each wanted output. A matrix W holds the weights, one column for each output, and X holds many
 # rows to be treated alike, one for each position.
 #
-#     (X W)_tj = Σ_k X_tk W_kj                                                         † (10.1)
+#     (X W)_tj = ∑_k X_tk W_kj                                                         † (10.1)
 #     X ∈ ℝ^(T×a), W ∈ ℝ^(a×c)  ⇒  X W ∈ ℝ^(T×c)                                       † (10.2)
 #     Y_tj = (X W)_tj + b_j                                                            † (10.3)
 #
@@ -1025,18 +1044,18 @@ if __name__ == "__main__": demo(demo_linear)
 #
 # Now the chain rule adds up all outputs that each of them touches.
 #
-# The weight W_kj touches column j of Y, in every row t, and no other column: dW_kj = Σ_t X_tk
-# dY_tj. Turn X on its side, so that X_tk is entry (k, t) of Xᵀ. Then dW_kj = Σ_t (Xᵀ)_kt dY_tj,
+# The weight W_kj touches column j of Y, in every row t, and no other column: dW_kj = ∑_t X_tk
+# dY_tj. Turn X on its side, so that X_tk is entry (k, t) of Xᵀ. Then dW_kj = ∑_t (Xᵀ)_kt dY_tj,
 # which is 10.1 for the product of Xᵀ and dY:
 #
 #     dW = Xᵀ dY                                                                         (12.2)
 #
-# The bias b_j touches column j too, in every row, with factor 1: db_j = Σ_t dY_tj. With dY_t for
+# The bias b_j touches column j too, in every row, with factor 1: db_j = ∑_t dY_tj. With dY_t for
 # row t of dY:
 #
-#     db = Σ_t dY_t                                                                      (12.3)
+#     db = ∑_t dY_t                                                                      (12.3)
 #
-# The input X_tk touches row t of Y, in every column j: dX_tk = Σ_j dY_tj W_kj = Σ_j dY_tj (Wᵀ)_jk,
+# The input X_tk touches row t of Y, in every column j: dX_tk = ∑_j dY_tj W_kj = ∑_j dY_tj (Wᵀ)_jk,
 # which is 10.1 for dY and Wᵀ:
 #
 #     dX = dY Wᵀ                                                                         (12.4)
@@ -1170,13 +1189,13 @@ if __name__ == "__main__": demo(demo_relu_backward)
 # the largest exponent is 0, its exp is 1, and nothing overflows.
 #
 #     e_i = exp(z_i - max_k z_k)                                                         (15.1)
-#     p_i = e_i / Σ_k e_k                                                                (15.2)
+#     p_i = e_i / ∑_k e_k                                                                (15.2)
 #
 # Does the subtraction change the result? No: any constant c drops out, because exp turns a
 # difference into a quotient, and the same factor exp(-c) stands above and below.
 #
-#     exp(z_i - c) / Σ_k exp(z_k - c) = exp(-c) exp(z_i) / (exp(-c) Σ_k exp(z_k))
-#                                     = exp(z_i) / Σ_k exp(z_k)                        † (15.3)
+#     exp(z_i - c) / ∑_k exp(z_k - c) = exp(-c) exp(z_i) / (exp(-c) ∑_k exp(z_k))
+#                                     = exp(z_i) / ∑_k exp(z_k)                        † (15.3)
 #
 # A score of -∞ gets exactly probability 0. The largest score of a row must be finite.
 #
@@ -1213,7 +1232,7 @@ if __name__ == "__main__": demo(demo_softmax)
 # ### 16. Softmax, backward
 #
 # Raise one score z_j and its own probability rises, while each other one falls, since its share of
-# the sum gets smaller. Both follow from the quotient rule, with s = Σ_k exp(z_k). The maximum that
+# the sum gets smaller. Both follow from the quotient rule, with s = ∑_k exp(z_k). The maximum that
 # 15.1 subtracts depends on z too, but by 15.3 it drops out of p, so it is left out here:
 #
 #     i = j:  ∂p_i/∂z_i = (exp(z_i) s - exp(z_i) exp(z_i)) / s² = p_i - p_i p_i
@@ -1225,15 +1244,15 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 # The chain rule adds up over all probabilities that z_j touches, which is all of them:
 #
-#     dz_j = Σ_i dp_i p_i (δ_ij - p_j) = dp_j p_j - p_j Σ_i dp_i p_i
+#     dz_j = ∑_i dp_i p_i (δ_ij - p_j) = dp_j p_j - p_j ∑_i dp_i p_i
 #
 # Take p_j out:
 #
-#     dz_j = p_j (dp_j - Σ_i p_i dp_i)                                                   (16.2)
+#     dz_j = p_j (dp_j - ∑_i p_i dp_i)                                                   (16.2)
 #
 # In words: what counts is how far dp_j lies above the average under p, in which each dp_i has the
 # weight p_i. So a gradient that is the same for all probabilities does nothing: they cannot all
-# rise. And each row of dz sums to 0: with m for the average, the sum is Σ_j p_j dp_j - m Σ_j p_j =
+# rise. And each row of dz sums to 0: with m for the average, the sum is ∑_j p_j dp_j - m ∑_j p_j =
 # m - m · 1. The matrix of all derivatives of an output by an input, such as that of 16.1, is called
 # a Jacobian; only the demo builds it. The backward pass needs the output p and not the scores.
 #
@@ -1280,11 +1299,11 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # or maximum likelihood.
 #
 #     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
-#     logp_tv = z_tv - log Σ_k exp(z_tk)                                                 (17.2)
-#     loss = -(1/T) Σ_t logp[t, y_t]                                                     (17.3)
+#     logp_tv = z_tv - log ∑_k exp(z_tk)                                                 (17.2)
+#     loss = -(1/T) ∑_t logp[t, y_t]                                                     (17.3)
 #     P_tv = exp(logp_tv)                                                                (17.4)
 #
-# 17.2 is the logarithm of the softmax, worked out: log(exp(z) / Σ exp(z)) = z - log Σ exp(z).
+# 17.2 is the logarithm of the softmax, worked out: log(exp(z) / ∑ exp(z)) = z - log ∑ exp(z).
 # Taking the log of a finished softmax would fail, because a tiny probability is rounded to 0 and
 # its log is -∞. In 17.2 it is merely a large negative number. 17.1 keeps exp from overflowing, as
 # in card 15. 17.3 takes the mean over all positions, so the size of the loss does not depend on how
@@ -1343,13 +1362,13 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # ### 18. Cross-entropy, backward
 #
 # Here the backward pass of the whole network begins. Write the loss of one position with the logits
-# themselves. The maximum m cancels: 17.2 has -m in z and, as log Σ exp(x - m) = -m + log Σ exp(x),
+# themselves. The maximum m cancels: 17.2 has -m in z and, as log ∑ exp(x - m) = -m + log ∑ exp(x),
 # once more with the other sign.
 #
-#     loss_t = -logp[t, y_t] = -logits[t, y_t] + log Σ_k exp(logits_tk)
+#     loss_t = -logp[t, y_t] = -logits[t, y_t] + log ∑_k exp(logits_tk)
 #
 # The derivative of the first term by logits_tv is -1 if v is the target, else 0. The derivative of
-# log Σ_k exp(logits_tk) is exp(logits_tv) divided by that sum, which is the softmax, P_tv.
+# log ∑_k exp(logits_tk) is exp(logits_tv) divided by that sum, which is the softmax, P_tv.
 #
 #     ∂loss_t/∂logits_tv = P_tv - 1[v = y_t]                                           † (18.1)
 #
@@ -1436,9 +1455,9 @@ if __name__ == "__main__": demo(demo_perplexity)
 # each row a standard size: it shifts the row to mean 0 and scales it to variance 1. Each row is
 # treated alone, so positions never mix.
 #
-#     μ_t = (1/d) Σ_i X_ti                                                               (20.1)
-#     σ_t² = (1/d) Σ_i (X_ti - μ_t)²                                                     (20.2)
-#     s_t = 1 / √(σ_t² + ε)                                                              (20.3)
+#     μ_t = (1/d) ∑_i X_ti                                                               (20.1)
+#     σ²_t = (1/d) ∑_i (X_ti - μ_t)²                                                     (20.2)
+#     s_t = 1 / √(σ²_t + ε)                                                              (20.3)
 #     Xhat_ti = (X_ti - μ_t) s_t                                                         (20.4)
 #     Y_ti = γ_i Xhat_ti + β_i                                                           (20.5)
 #
@@ -1517,14 +1536,14 @@ if __name__ == "__main__": demo(demo_layernorm)
 # Third, the variance. The derivative of a square is twice the inside times the derivative of the
 # inside. X_ti - μ_t changes with X_tj by δ_ij directly and by -1/d through the mean:
 #
-#     ∂σ_t²/∂X_tj = (2/d) Σ_i (X_ti - μ_t)(δ_ij - 1/d) = (2/d)(X_tj - μ_t)             † (21.3)
+#     ∂σ²_t/∂X_tj = (2/d) ∑_i (X_ti - μ_t)(δ_ij - 1/d) = (2/d)(X_tj - μ_t)             † (21.3)
 #
 # The sum splits into two. With δ_ij only i = j is left, which gives X_tj - μ_t. With 1/d the sum is
-# (1/d) Σ_i (X_ti - μ_t), and deviations from the mean add up to 0.
+# (1/d) ∑_i (X_ti - μ_t), and deviations from the mean add up to 0.
 #
 # Fourth, s = (σ² + ε)^(-1/2). The power rule, then 21.3; s³ = (σ² + ε)^(-3/2) takes ε along:
 #
-#     ∂s_t/∂X_tj = -(1/2)(σ_t² + ε)^(-3/2) (2/d)(X_tj - μ_t) = -(1/d) s_t³ (X_tj - μ_t)
+#     ∂s_t/∂X_tj = -(1/2)(σ²_t + ε)^(-3/2) (2/d)(X_tj - μ_t) = -(1/d) s³_t (X_tj - μ_t)
 #                                                                                      † (21.4)
 #
 # Fifth, Xhat_ti = (X_ti - μ_t) s_t is a product in which both factors vary. The first factor gives
@@ -1537,8 +1556,8 @@ if __name__ == "__main__": demo(demo_layernorm)
 # Sixth, the chain rule adds up what X_tj does to all d entries of its row. The three terms in the
 # bracket of 21.5 give three sums:
 #
-#     dX_tj = Σ_i dXhat_ti ∂Xhat_ti/∂X_tj
-#           = s_t (dXhat_tj - (1/d) Σ_i dXhat_ti - Xhat_tj (1/d) Σ_i dXhat_ti Xhat_ti)
+#     dX_tj = ∑_i dXhat_ti ∂Xhat_ti/∂X_tj
+#           = s_t (dXhat_tj - (1/d) ∑_i dXhat_ti - Xhat_tj (1/d) ∑_i dXhat_ti Xhat_ti)
 #                                                                                      † (21.6)
 #
 # Last, gain and offset. They enter 20.5 directly, and every row shares them:
@@ -1593,8 +1612,8 @@ if __name__ == "__main__": demo(demo_layernorm_derivation)
 #
 #     dXhat_ti = dY_ti γ_i                                                               (22.1)
 #     dX_tj = s_t (dXhat_tj - mean_i(dXhat_ti) - Xhat_tj mean_i(dXhat_ti Xhat_ti))       (22.2)
-#     dγ_i = Σ_t dY_ti Xhat_ti                                                           (22.3)
-#     dβ_i = Σ_t dY_ti                                                                   (22.4)
+#     dγ_i = ∑_t dY_ti Xhat_ti                                                           (22.3)
+#     dβ_i = ∑_t dY_ti                                                                   (22.4)
 #
 # Each row of dX sums to 0, because shifting a row changes nothing. That makes a quick test.
 #
@@ -1828,8 +1847,8 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # A table entry E_vj is copied to every position that shows token v, and nowhere else. The chain
 # rule adds up over those positions:
 #
-#     ∂loss/∂E_vj = Σ_t dX(0)_tj ∂X(0)_tj/∂E_vj,  ∂X(0)_tj/∂E_vj = 1 if i_t = v else 0 † (27.1)
-#     dE_v = Σ dX(0)_t over all t with i_t = v                                           (27.2)
+#     ∂loss/∂E_vj = ∑_t dX(0)_tj ∂X(0)_tj/∂E_vj,  ∂X(0)_tj/∂E_vj = 1 if i_t = v else 0 † (27.1)
+#     dE_v = ∑ dX(0)_t over all t with i_t = v                                           (27.2)
 #     dPos_t = dX(0)_t if t < T else 0                                                   (27.3)
 #
 # Here hides a trap. `dE[ids] += dX0` looks right, but with an id that occurs twice, NumPy reads the
@@ -2054,7 +2073,7 @@ if __name__ == "__main__": demo(demo_split_heads)
 # with the lengths of the two rows; it is positive when they point the same way, negative when they
 # point in opposite ways. All pairs of a head are one matrix product, with K turned on its side:
 #
-#     QK = Qh Khᵀ,  QK_ij = Σ_c (Qh)_ic (Kh)_jc                                          (31.1)
+#     QK = Qh Khᵀ,  QK_ij = ∑_c (Qh)_ic (Kh)_jc                                          (31.1)
 #
 # Row i is the position that asks, column j the one that is asked; c runs over the hs columns of one
 # head. The ᵀ of Khᵀ swaps the last two axes only. `.T` in NumPy would reverse all of them, heads
@@ -2177,7 +2196,7 @@ if __name__ == "__main__": demo(demo_causal_mask)
 #
 # Each query has a total attention of 1 to give, and softmax shares it out over the keys.
 #
-#     A = softmax(S),  Σ_j A_ij = 1                                                      (34.1)
+#     A = softmax(S),  ∑_j A_ij = 1                                                      (34.1)
 #     exp(-∞) = 0  ⇒  A_ij = 0 for j > i                                               † (34.2)
 #
 # The sum runs over the keys, along a row. Row 0 is always 1, 0, ..., 0: the first position can only
@@ -2215,7 +2234,7 @@ if __name__ == "__main__": demo(demo_attention_softmax)
 # Each head mixes its values by its weights. The result is called Oh, the output of the heads.
 #
 #     Oh = A Vh                                                                          (35.1)
-#     (Oh)_i = Σ_(j≤i) A_ij (Vh)_j                                                     † (35.2)
+#     (Oh)_i = ∑_(j≤i) A_ij (Vh)_j                                                     † (35.2)
 #
 # The code sums over all j; the terms with j > i vanish, because those weights are exactly 0. So
 # what position i gets depends on tokens 0 to i and on nothing later.
@@ -2357,7 +2376,7 @@ if __name__ == "__main__": demo(demo_output_projection)
 #     dVh = Aᵀ dOh                                                                       (38.4)
 #     dA = dOh Vhᵀ                                                                       (38.5)
 #
-# In words: row j of dVh is Σ_(i≥j) A_ij (dOh)_i. A value collects from every position that looked
+# In words: row j of dVh is ∑_(i≥j) A_ij (dOh)_i. A value collects from every position that looked
 # at it, as much as it was looked at; so a mistake late in the window teaches early tokens. dA_ij is
 # the dot product of (dOh)_i and (Vh)_j: how the loss would change if i looked more at j.
 #
@@ -2367,13 +2386,13 @@ if __name__ == "__main__": demo(demo_output_projection)
 # the score was lost, so its gradient must be 0, and it is: 38.6 has the factor A_ij = 0. In the sum
 # over k the masked keys add nothing, as A_ik = 0.
 #
-#     dS_ij = A_ij (dA_ij - Σ_k A_ik dA_ik)                                              (38.6)
+#     dS_ij = A_ij (dA_ij - ∑_k A_ik dA_ik)                                              (38.6)
 #     A_ij = 0  ⇒  dS_ij = 0                                                           † (38.7)
 #
-# The scores of a head are S_ij = Σ_c (Qh)_ic (Kh)_jc / √hs. So ∂S_ij/∂(Qh)_ic = (Kh)_jc / √hs, and
+# The scores of a head are S_ij = ∑_c (Qh)_ic (Kh)_jc / √hs. So ∂S_ij/∂(Qh)_ic = (Kh)_jc / √hs, and
 # the query entry (Qh)_ic touches the scores of row i, with all keys j. The chain rule adds them up:
-# (dQh)_ic = Σ_j dS_ij (Kh)_jc / √hs, row i of dS times column c of Kh. Likewise ∂S_ij/∂(Kh)_jc =
-# (Qh)_ic / √hs, and the key entry touches column j, with all queries i: (dKh)_jc = Σ_i dS_ij
+# (dQh)_ic = ∑_j dS_ij (Kh)_jc / √hs, row i of dS times column c of Kh. Likewise ∂S_ij/∂(Kh)_jc =
+# (Qh)_ic / √hs, and the key entry touches column j, with all queries i: (dKh)_jc = ∑_i dS_ij
 # (Qh)_ic / √hs. This sum runs over the first index of dS, so dS is turned on its side. The shapes
 # would not tell: dS is square, and so is A in 38.4.
 #
@@ -2397,7 +2416,7 @@ if __name__ == "__main__": demo(demo_output_projection)
 # One of these gradients is always zero. In each head, the key bias adds the same number to all
 # scores of a row i, the product of query i with the head's columns of bk, over √hs. Softmax ignores
 # what a whole row has in common (see 15.3), so the loss cannot depend on it. In the formulas: the
-# sum of dKh over the keys is Σ_j (dKh)_jc = Σ_i (Qh)_ic (Σ_j dS_ij) / √hs, and each row of dS sums
+# sum of dKh over the keys is ∑_j (dKh)_jc = ∑_i (Qh)_ic (∑_j dS_ij) / √hs, and each row of dS sums
 # to 0 (card 16).
 #
 #     dbk = 1ᵀ dK = 0                                                                 † (38.14)
@@ -2788,11 +2807,11 @@ if __name__ == "__main__": demo(demo_init)
 # ### 44. Parameter count
 #
 # How many numbers does the model learn? A block has four d-by-d matrices with a bias each, 4d² +
-# 4d; the feed-forward layer with 2dF + F + d; two LayerNorms with 2d each. Outside the blocks stand
-# the token table Vd, the head Vd + V, the position table Tmax d and the last LayerNorm 2d.
+# 4d; the feed-forward layer with 2 d F + F + d; two LayerNorms with 2d each. Outside the blocks
+# stand the token table V d, the head V d + V, the position table Tmax d and the last LayerNorm 2d.
 #
-#     n_block = 4d² + 2dF + F + 9d                                                     † (44.1)
-#     n_params = (2d + 1) V + (Tmax + 2) d + L (4d² + 2dF + F + 9d)                    † (44.2)
+#     n_block = 4d² + 2 d F + F + 9d                                                   † (44.1)
+#     n_params = (2d + 1) V + (Tmax + 2) d + L (4d² + 2 d F + F + 9d)                  † (44.2)
 #
 # The number of heads plays no part: heads share out the width, they do not add to it. The program
 # counts the arrays themselves; this card's demo carries out the formula, and both agree.
@@ -3228,7 +3247,7 @@ def check_model(seed, samples):
 # fade: an exponential moving average. β1 is usually 0.9 and β2 between 0.95 and 0.999.
 #
 #     m_t = β1 m_(t-1) + (1 - β1) g_t                                                    (50.1)
-#     v_t = β2 v_(t-1) + (1 - β2) g_t²                                                   (50.2)
+#     v_t = β2 v_(t-1) + (1 - β2) g²_t                                                   (50.2)
 #
 # Both start at 0 and are too small at first. Put 50.1 into itself: m_t is the sum over s = 1, ...,
 # t of (1 - β1) β1^(t-s) g_s. The weights add up to (1 - β1)(1 + β1 + β1² + ... + β1^(t-1)).
@@ -3340,7 +3359,7 @@ if __name__ == "__main__": demo(demo_adamw)
 # run, when the model is surer of itself, the norm grows past 1, and most steps are shortened a
 # little.
 #
-#     ‖g‖ = √(Σ_k Σ_i g_ki²)                                                             (51.1)
+#     ‖g‖ = √(∑_k ∑_i g²_ki)                                                             (51.1)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
 #
 # k runs over the arrays, each under its name, its key; i runs over all entries of an array. One
@@ -3453,8 +3472,8 @@ if __name__ == "__main__": demo(demo_schedule)
 #     B = number of rows of xb                                                           (53.1)
 #     loss ← loss + loss(i) / B,         i = 1, ..., B,  starting from loss = 0          (53.2)
 #     gbar_k ← gbar_k + g(i)_k / B       for every key k, starting from zeros            (53.3)
-#     loss = (1/B) Σ_i loss(i),  i = 1, ..., B                                         † (53.4)
-#     gbar_k = (1/B) Σ_i g(i)_k,  i = 1, ..., B                                        † (53.5)
+#     loss = (1/B) ∑_i loss(i),  i = 1, ..., B                                         † (53.4)
+#     gbar_k = (1/B) ∑_i g(i)_k,  i = 1, ..., B                                        † (53.5)
 #
 # g(i)_k is the gradient of window i for the array with key k. One window at a time would be slow,
 # and `loss_and_grads` takes a whole batch and gives its means at once. But a batch may be too large
@@ -3541,7 +3560,7 @@ if __name__ == "__main__": demo(demo_step_counts)
 # rises while the training loss still falls, the model has begun to learn the text by heart: it
 # overfits.
 #
-#     val_loss = (1/M) Σ_j loss_j,  j = 1, ..., M                                        (55.1)
+#     val_loss = (1/M) ∑_j loss_j,  j = 1, ..., M                                        (55.1)
 #
 # M is the number of validation windows. All have the same length T, so this mean of means is also
 # the mean over all positions. It needs forward passes only. The windows are worked on in parts, as
@@ -3707,7 +3726,7 @@ if __name__ == "__main__": demo(demo_greedy)
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
 # shrink, and τ = 1 leaves the model's own probabilities. Write z for the logits. Since exp(z/τ) is
 # exp(z) to the power 1/τ, each probability is raised to the power 1/τ, and then all are scaled to
-# sum to 1: p_i is exp(z_i) / S with S = Σ_k exp(z_k), its power is exp(z_i/τ) / S^(1/τ), and the
+# sum to 1: p_i is exp(z_i) / S with S = ∑_k exp(z_k), its power is exp(z_i/τ) / S^(1/τ), and the
 # common divisor cancels in the scaling. Dividing probabilities would do nothing: the division would
 # cancel. The code subtracts the maximum before it divides, which changes nothing (see 15.3). Then
 # even the smallest τ gives -∞ at worst, which softmax takes as probability 0.
@@ -3739,7 +3758,7 @@ if __name__ == "__main__": demo(demo_temperature)
 #
 #     c = top_k-th largest value of p, counting repeats                                  (58.1)
 #     p'_i = p_i if p_i ≥ c else 0                                                       (58.2)
-#     p''_i = p'_i / Σ_j p'_j                                                            (58.3)
+#     p''_i = p'_i / ∑_j p'_j                                                            (58.3)
 #
 # Tokens that tie with the last one kept are kept too, since nothing speaks for one of them against
 # another; so more than k may stay. With k = 0, or k no less than V, there is nothing to cut.
@@ -4169,8 +4188,8 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # model, the command line. It has no equations.
 
 # %%
-import argparse, codecs, contextlib, ctypes, difflib, hashlib, io, json, os, shlex, shutil, signal
-import threading, time, timeit, traceback
+import argparse, codecs, contextlib, ctypes, difflib, hashlib, html, io, json, keyword, os, shlex
+import shutil, signal, threading, time, timeit, traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, replace
 from itertools import islice, repeat
@@ -4204,10 +4223,12 @@ def read_text(path):
 
 
 # %% [markdown]
-# ### The book, read by the program
+# ### The book as index and page
 #
-# The file is a row of cells, text and code. From them come the index of the cards and a checksum of
-# the book's code, which goes into each model, so that one made by other code can be named.
+# The file is a row of cells, text and code. From them come the index of the cards, a checksum of
+# the book's code, which goes into each model so that one made by other code can be named, and the
+# book as a page for a browser. `Formula` reads a formula into a tree by 'The notation of formulas';
+# `typeset` writes the tree as MathML, which browsers set without help, or as LaTeX.
 
 # %%
 def cells():
@@ -4218,19 +4239,24 @@ def cells():
     return [(a + 1, lines[a:b]) for a, b in zip(starts, starts[1:])]
 
 
+TAGGED = re.compile(r"#     (.*?)\s*(†?)\s*\((\d+\.\d+)\)")
+
+
 def cards():
     """The 61 cards and the training loop, in order, each with the attributes set here."""
-    found, card = [], SimpleNamespace(functions=[], equations={}, tagged=[])
+    found, card = [], SimpleNamespace(functions=[], equations={}, tagged=[], derived=[])
     for at, lines in cells():
         if match := re.match(r"# ### (?:(\d+)\. )?(.+?)(?: \((\w+)\))?$", lines[1]):
             way = re.findall(r"(?i)(backward|, forward)", match[2]) or [""]
             card = SimpleNamespace(n=int(match[1] or 0), title=match[2], line=at + 1, functions=[],
                                    direction=match[3] or way[0].strip(", ").lower(), tagged=[],
-                                   equations={})
+                                   equations={}, derived=[])
         for i, line in enumerate(lines, at):
-            if tag := re.fullmatch(r"#     (.*?) *(†?) *\((\d+\.\d+)\)", line):
-                card.equations[tag[3]] = (tag[1] or lines[i - at - 1].strip("# ")) + tag[2]
-            elif tags := re.findall(r"\((\d+\.\d+)\)", line.partition("  #")[2]):
+            tags = re.findall(r"\((\d+\.\d+)\)", line.partition("  #")[2])
+            if tag := TAGGED.fullmatch(line):
+                card.equations[tag[3]] = tag[1] or lines[i - at - 1].strip("# ")
+                card.derived += [tag[3]] * bool(tag[2])
+            elif not line.startswith("#") and tags:
                 card.tagged.append((i, line.split("  #")[0].strip(), tags))
             elif match := re.match(r"def (demo_(\w+))", line):
                 card.slug, card.demo = match[2].replace("_", "-"), match[1]
@@ -4247,6 +4273,388 @@ def code_checksum():
                          if not line.startswith("#"))
         return hashlib.sha256(code.encode()).hexdigest()[:16]
     return ""
+
+
+FUNCTIONS = "log|exp|max|min|argmax|cos|tanh"
+WORD = rf"(?<![√∂])(?!(?:{FUNCTIONS})\b)(?:[a-z]{{2,}}|[A-Z][a-z]{{4,}})(?![\w(\[^'ᵀ²³*])"
+TOKEN = re.compile(
+    rf"(?P<text>(?:-th|{WORD})(?: {WORD})+|(?:if|else|for|in|keep|only|otherwise|over|of|with)\b)"
+    r"|(?P<number>∞|\.{3}|\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?)"
+    rf"|(?P<function>∑|(?:{FUNCTIONS})(?![A-Za-z\d]))"
+    r"|(?P<name>(?!mod\b)[A-Za-zΑ-ωℝ][A-Za-zΑ-ωℝ\d]*|<\w+>)|(?P<script>[_^](?:[^\W_ᵀ]+|(?=\()))"
+    r"|(?P<tight>(?<=\S)/(?=\S))|(?P<sign>mod|'+|\S)")
+BRACKETS = dict(zip("([{|‖⌊⌈", ")]}|‖⌋⌉"))
+BETWEEN = [("sign", sign) for sign in "=<>≤≥≠∈~←→⇒:,"]    # what stands between sums
+LEVELS = {"+": 1, "-": 1, "±": 1, "/": 2, "·": 3, "×": 3, "⊙": 3, "mod": 3}
+
+
+class Formula:
+    """A line of mathematics being read into a tree (kind, parts...), the parts trees or text."""
+
+    def __init__(self, text, line):
+        self.text, self.line, self.sign, self.closes = text, line, "", ""
+        text = text.replace("²", "^2").replace("³", "^3")
+        self.rest = iter([(m.lastgroup, m[0], text[:m.start()][-1:].strip() != "")
+                          for m in TOKEN.finditer(text)] + [("end", "", False)])
+        self.next()
+
+    def next(self):
+        """Go on to the next token: its kind, sign, and whether it touches the one before it."""
+        before, (self.kind, self.sign, self.touches) = self.sign, next(self.rest)
+        return before
+
+    def row(self, closes=""):
+        """Sums and what stands between them, up to a closing bracket or the end."""
+        items, outer, self.closes = [], self.closes, closes
+        while self.sign != closes:
+            between = self.kind == "text" or (self.kind, self.sign) in BETWEEN
+            items.append((self.kind, self.next()) if between else self.climb(1))
+        self.closes = outer
+        return ("row", *items)
+
+    def starts(self):
+        """Does an operand begin here?"""
+        return self.kind in ("number", "name", "function") or self.sign in ("√", "∂") or \
+            self.sign in BRACKETS and self.sign != self.closes
+
+    def climb(self, level):
+        """What holds together as strongly as this: 1 a + b, 2 a / b, 3 a · b and a b, 4 a/b."""
+        if level == 1 and LEVELS.get(self.sign) == 1:
+            tree = ("prefix", ("sign", self.next()), self.climb(2))
+        else:
+            calls, tree = self.kind == "function", self.operand()
+            if calls and tree[0] != "call" and self.starts():
+                tree = ("apply", tree, ("space", "\u2061"), self.climb(3))
+        while True:
+            here = 4 if self.kind == "tight" else LEVELS.get(self.sign, 3 * self.starts())
+            if not here or here < level:
+                return tree
+            sign = ("sign", self.next()) if self.sign in LEVELS else ("space", "\u2062")
+            right = self.climb(here + 1)
+            tree = ("over", tree, right) if sign[1] == "/" else ("infix", tree, sign, right)
+
+    def bracket(self):
+        opens = ("sign", self.next())
+        tree = ("norm" if opens[1] == "‖" else "fence", opens, self.row(BRACKETS[opens[1]]),
+                ("sign", self.sign))
+        self.next()
+        return tree
+
+    def operand(self):
+        """A number, a name, a bracket, with all that touches it."""
+        if not self.starts():
+            raise BadInput(f"line {self.line}: cannot read the formula {self.text!r} at "
+                           f"{self.sign or 'its end'!r}")
+        if self.sign in ("√", "∂"):
+            sign = self.next()
+            return ("root", self.operand()) if sign == "√" else \
+                ("prefix", ("sign", sign), self.operand())
+        tree = self.bracket() if self.sign in BRACKETS else named(self.kind, self.next())
+        while self.touches:
+            if self.kind == "script":
+                kind, run = {"_": "sub", "^": "sup"}[self.sign[0]], self.next()[1:]
+                each = run if kind == "sub" and re.fullmatch(r"[cijktv\d]+", run) else [run]
+                script = ("row", *(named("number" if one.isdigit() else "name", one)
+                                   for one in each)) if run else self.bracket()[2]
+                kind = "under" if tree == ("sign", "∑") else kind
+                tree = ("both", tree[1], script, tree[2]) if (tree[0], kind) == ("sup", "sub") \
+                    else (kind, tree, script)
+            elif self.sign in ("'", "''", "'''", "*", "ᵀ"):
+                tree = ("transpose" if self.sign == "ᵀ" else "sup", tree, ("sign", self.next()))
+            elif self.sign in ("(", "[") and tree[0] != "fence":
+                tree = ("call", tree, ("sign", "\u2061"), self.bracket()) if self.sign == "(" else \
+                    ("entry", tree, self.bracket())
+            else:
+                return tree
+        return tree
+
+
+def named(kind, text):
+    """A tree for a number or a name: one letter is slanted, a hat or a bar goes on top."""
+    if accent := re.fullmatch("(d?.)(hat|bar)", text):
+        return (accent[2], named(kind, accent[1]), ("sign", "^" if accent[2] == "hat" else "¯"))
+    single = kind == "name" and len(text) == 1
+    return ("sign" if text == "∑" else "letter" if single else kind, text)
+
+
+# what a tree becomes, as MathML and as LaTeX; what is not here is a row of its parts
+ELEMENTS = {"number": "mn", "name": "mi", "letter": "mi", "function": "mi", "sign": "mo",
+            "text": "mtext", "root": "msqrt", "over": "mfrac", "sub": "msub", "sup": "msup",
+            "both": "msubsup", "under": "munder", "hat": 'mover accent="true"',
+            "bar": 'mover accent="true"', "space": 'mo rspace="0.17em"',
+            "tight": 'mo lspace="0" rspace="0"',
+            "transpose": 'msup intent="transpose($x)"', "norm": 'mrow intent="norm($x)"'}
+LATEX = {"name": r"\mathrm{{{}}}", "function": r"\operatorname{{{}}}", "text": r"\text{{ {} }}",
+         "root": r"\sqrt{{{}}}", "over": r"\frac{{{}}}{{{}}}", "sub": "{{{}}}_{{{}}}",
+         "sup": "{{{}}}^{{{}}}", "both": "{{{}}}_{{{}}}^{{{}}}", "under": "{}_{{{}}}",
+         "hat": r"\hat{{{}}}", "bar": r"\bar{{{}}}", "transpose": r"{{{}}}^\top",
+         "fence": r"\left{} {} \right{}", "norm": r"\left{} {} \right{}"}
+SIGNS = dict(zip([*"∑∂∞·×⊙±≤≥≠∈←→⇒⌊⌋⌈⌉‖{}~<>-ᵀ\u2061\u2062", "...", "mod", "'", "''", "'''"], zip(
+    [*"∑∂∞·×⊙±≤≥≠∈←→⇒⌊⌋⌈⌉‖{}∼<>−T\u2061\u2062…", "mod", *"′″‴"], r"""\sum \partial \infty \cdot
+    \times \odot \pm \le \ge \ne \in \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{
+    \} \sim < > - \top {} \, \dots \bmod \prime \prime\prime \prime\prime\prime""".split())))
+
+
+def typeset(tree, tex=False, roomy=True):
+    """A tree as MathML or as LaTeX; where it is roomy, fractions are stacked, without brackets."""
+    kind, *parts = tree
+    if kind == "over" and not roomy:
+        kind, parts = "slash", [parts[0], ("tight", "/"), parts[1]]
+    for i, part in enumerate(parts):
+        if part[:2] == ("fence", ("sign", "(")) and (kind == "root" or roomy and (
+                kind == "over" or kind != "call" and [x[0] for x in part[2][1:]] == ["over"])):
+            parts[i] = part[2]
+    roomy = roomy and kind not in ("sub", "sup", "both", "under")
+    done = [typeset(part, tex, roomy) if isinstance(part, tuple) else
+            SIGNS[part][tex] if part in SIGNS else part for part in parts]
+    if tex:
+        return re.sub("[Α-ω]", lambda m: f"\\{unicodedata.name(m[0]).split()[-1].lower()} ",
+                      LATEX.get(kind, " ".join(["{}"] * len(done))).format(*done))
+    if kind in ("transpose", "norm"):
+        done[kind == "norm"] = done[kind == "norm"].replace(">", ' arg="x">', 1)
+    if kind == "fence" and not re.search("<mfrac|<munder", done[1]):
+        done[::2] = [part.replace("<mo>", '<mo stretchy="false">') for part in done[::2]]
+    name, leaf = ELEMENTS.get(kind, "mrow"), kind != "row" and not isinstance(parts[0], tuple)
+    return f"<{name}>{html.escape(done[0]) if leaf else ''.join(done)}</{name.split()[0]}>"
+
+
+def equation(lines, at, roomy=True):
+    """MathML and LaTeX of a formula; between its lines, and at wide blanks, it may wrap."""
+    parts = [part for line in lines for part in re.split("(?<![=⇒])   *(?![=-])", line) if part]
+    trees, display = [Formula(part, at).row() for part in parts], ' display="block"' * roomy
+    return (" ".join(f'<math{display} alttext="{html.escape(" ".join(part.split()))}">'
+                     f"{typeset(tree, False, roomy)}</math>" for part, tree in zip(parts, trees)),
+            r" \quad ".join(typeset(tree, True) for tree in trees))
+
+
+# the parts of a text cell, and of code; what a drawing's lines are called
+PARTS = re.compile(r"(?P<heading>#+ .*)\n|(?P<item>- .*\n(?:(?:  .*)?\n)*)|(?P<apart>(?:    .*\n)+)"
+                   r"|(?P<prose>(?:.+\n)+)")
+CODE = re.compile(
+    r"(?P<s>f?(?:\"\"\"[^\0]*?\"\"\"|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'))|(?P<c>#.*)"
+    rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)|(?P<f>(?<=def |ass )\w+)|(?P<n>\b\d[\d.e-]*\b)")
+STROKES = str.maketrans({"─": " ", "┬": " fork ", "├": " from the fork ", "└": " from the fork ",
+                         "┐": " to the join ", "┘": " to the join ", "┴": " join "})
+
+
+class Page:
+    """The book as a page of HTML."""
+
+    def __init__(self):
+        index, self.section, self.contents = cards(), "", []
+        self.cards = {card.line: card for card in index}
+        self.places = {tag: line for card in index[::-1] for line, code, tags in card.tagged
+                       for tag in tags if "show(" not in code}
+        formulas = {tag: text for card in index for tag, text in card.equations.items()}
+        names = {m["name"] for text in formulas.values() for m in TOKEN.finditer(text)} - {None}
+        self.names = {name for name in names if re.search(r"^hs$|^(?!Head|Block).*[A-Zα-ω\d]", name)
+                      and 1 < len(name) < 6}
+        arrays = "|".join(name.split(".")[-1] for name in param_shapes(ModelConfig(1)))
+        link = lambda kind: lambda m: re.sub(r"\d+", rf'<a href="#{kind}-\g<0>">\g<0></a>', m[0])
+        self.rules = {                                      # for what is no formula within prose
+            r"`[^`]+`": lambda m: f"<code>{m[0][1:-1]}</code>",
+            r"\*\*.+?\*\*": lambda m: f"<strong>{m[0][2:-2]}</strong>",
+            rf"\b(?:{arrays})\b": r"<code>\g<0></code>",
+            r"\b[Cc]ards? \d+(?:(?:,| and| to) \d+)*": link("card"),
+            r"\b[Cc]hapters? \d+(?:(?:,| and| to) \d+)*": link("chapter"),
+            r"\b\d+[a-c]\b": r'<a href="#exercise-\g<0>">\g<0></a>',
+            rf"(?<![\d.])(?:{'|'.join(map(re.escape, formulas))})(?!\.?\d)":
+                r'<a href="#eq-\g<0>">\g<0></a>',
+            r"\"[^\"]*\"|\w+'s\b|(?<![\w'])'(?:[^']+'(?!\w)|\w+)|<\w+>"
+            r"|(?=[\w-]*[A-Za-z]{2})\w+(?:-\w+)+": r"\g<0>"}
+        self.opaque = re.compile(f"({'|'.join(self.rules)})")
+
+    def inline(self, text):
+        """Prose with its code, links and formulas."""
+        return "".join(next(re.sub(rule, made, html.escape(part, False)) for rule, made in
+                            self.rules.items() if re.fullmatch(rule, part)) if i % 2 else
+                       self.prose(part) for i, part in enumerate(self.opaque.split(text)))
+
+    def prose(self, text):
+        """Prose in which each longest run of tokens that reads as a formula is set as one."""
+        if self.section == "terms-and-sources":             # its numbers are those of cards
+            return re.sub(r"\b\d\d?\b", r'<a href="#card-\g<0>">\g<0></a>', html.escape(text))
+        tokens, out, done = [*TOKEN.finditer(text)], "", 0
+        fits = [bool(m["name"] in self.names or len(m[0]) == 1 and m[0] not in "aAI" or
+                     text[m.end():m.end() + 1] in [*"_^([ᵀ²³*'"] or
+                     re.search(r"[-+·×/=√] ?$", text[:m.start()])) if m["name"] else
+                not m["text"] and m[0] not in ".;?!" for m in tokens] + [False]     # no words
+        for i, token in enumerate(tokens):
+            end = fits.index(False, i)
+            while end > i and token.start() >= done:
+                stop = re.compile(r"[.,;:)\]?!]*").match(text, tokens[end - 1].end())
+                if found := self.formula(text[token.start():stop.start()]):
+                    out += html.escape(text[done:token.start()]) + re.sub(
+                        "(.*)(<math.*)", rf"\1<span>\2{stop[0]}</span>", found)
+                    done = stop.end()
+                end -= 1
+        return out + html.escape(text[done:])
+
+    def formula(self, text):
+        """A piece of prose as a formula, "" where it is none."""
+        alone = text in self.names or len(text) == 1 and text.isalpha()
+        signs = r"[-+=<>/·^_∑'*]|[^\0-~]|\w[([]|log \w|\d[a-z]$"
+        if not alone and not re.search(signs, text) or re.match(r"[-+±=] |\d[\de.-]*$", text):
+            return ""
+        with contextlib.suppress(BadInput):                 # a long one may wrap where = stands
+            items = {*(row := Formula(text, 0).row()[1:])}
+            if not items & {*BETWEEN[-2:]} and not {row[0], row[-1]} & {*BETWEEN}:
+                parts = re.split(" (?== )", text) if len(text) > 30 else [text]
+                return equation(parts, 0, False)[0]
+        return ""
+
+    def blocks(self, text, at, listed=False):
+        """Markdown as HTML; its first line has the number at, or it stands in a list."""
+        parts = []
+        for m in PARTS.finditer(text + "\n"):
+            line, inner = at + text.count("\n", 0, m.start()), re.sub("(?m)^(- |  |#+ )", "", m[0])
+            if m["heading"]:
+                parts.append(self.heading(len(m[0]) - len(inner) - 1, inner.strip(), line))
+            elif m["item"]:
+                parts.append(self.item(self.blocks(inner, line, True)))
+            elif m["apart"]:
+                lines = re.sub("(?m)^  ", "", inner).splitlines()
+                parts.append(self.apart(lines, line) if not listed else
+                             f"<pre>{self.code(lines)}</pre>")
+            else:
+                parts.append(f"<p>{self.inline(' '.join(m[0].split()))}</p>")
+        return "".join(parts).replace("</ul><ul>", "")
+
+    def item(self, text):
+        """An item of a list; exercises and answers lead to one another."""
+        name = re.match(r"<p><strong>(\d+[a-c])|", text)[1]
+        if name and self.section == "answers":
+            return (f'<details><summary>Answer {name}</summary><div id="answer-{name}">{text}'
+                    f'<p><a href="#exercise-{name}">The exercise</a></p></div></details>')
+        return f"<ul><li>{text}</li></ul>" if not name else (
+            f'<ul><li id="exercise-{name}">{text}<a href="#answer-{name}">Answer</a></li></ul>')
+
+    def heading(self, level, title, line):
+        """A heading, which opens a section and is listed in the contents."""
+        self.card = self.cards.get(line)
+        title, way = re.fullmatch(r"(.+?)(?: \((\w+)\))?", title).groups("")
+        kind, number = re.match(r"(Chapter )?(?:(\d+)\. )?", title).groups("")
+        self.section = f"{'chapter' if kind else 'card'}-{number}" if number else \
+            re.sub(r"\W+", "-", title.lower())
+        link = f'<a href="#{self.section}">{title}</a>'
+        self.contents.append(f'<li class="h{level}">{link}</li>')
+        return (f'</section><section id="{self.section}"><h{level}>{link}'
+                + f" <small>{way}</small>" * bool(way) + f"</h{level}>")
+
+    def apart(self, lines, at):
+        """What is set apart by four blanks: equations, a table, or a drawing."""
+        rows = [re.split(" {2,}", re.sub(r"^(\w+) (\(.*?\)) = (?=\()", r"`\1`  \2  ", line))
+                for line in lines]
+        if rows[0][0][0] == "`":
+            rows.insert(0, ["array", "shape", "at the default sizes", "in the running example"])
+        elif any(TAGGED.fullmatch(f"#     {x}") for x in lines) or all("=" in x for x in lines):
+            return self.equations(lines, at)
+        elif not re.fullmatch(r"[a-z]+(?: {2,}[a-z ]+)+", lines[0]):
+            label = html.escape(" ".join("; ".join(lines).translate(STROKES).split()))
+            image = f' role="img" aria-label="{label}"' * ("─" in "".join(lines))
+            return f"<pre{image}>" + html.escape("\n".join(lines)) + "</pre>"
+        head = "".join(f'<th scope="col">{cell}</th>' for cell in rows[0])
+        rows = ["".join(f"<td>{self.inline(cell)}</td>" for cell in row) for row in rows[1:]]
+        return f"<table><tr>{head}</tr><tr>{'</tr><tr>'.join(rows)}</tr></table>"
+
+    def equations(self, lines, at):
+        """Formulas of one or more lines; where there are numbers, each ends with one."""
+        parts, latex, group = [], [], []
+        tags = [TAGGED.fullmatch(f"#     {line}") for line in lines]
+        for i, (line, tag) in enumerate(zip(lines, tags)):
+            group.append(tag[1] if tag else line)
+            if tag or not any(tags) and (lines + ["."])[i + 1][0] not in " =":
+                mathml, tex = equation(group, at + i)
+                signs = re.sub(r"\\(?!quad|math|oper|text|frac|left|right|hat)\w+", "x", tex)
+                width = max(len(re.sub(r"\\\w+|[\\,{}_^ ]", "", x)) for x in signs.split(r"\quad"))
+                name, number = "", ""
+                if tag:
+                    name, to = f' id="eq-{tag[3]}"', "code" if tag[3] in self.places else "eq"
+                    number = f'<a href="#{to}-{tag[3]}">{tag[2]} ({tag[3]})</a>'
+                parts.append(f'<div class="eq" style="--w:{width}"{name}><div>{mathml}</div>'
+                             f"{number}</div>")
+                latex.append(f"<code>{html.escape(tex)}</code>")
+                group = []
+        return (f'{"".join(parts)}<details class="tex"><summary>LaTeX</summary>{"".join(latex)}'
+                "</details>")
+
+    def code(self, lines, at=0):
+        """Lines of code, the first of which has the number at, with colours and links."""
+        coloured = CODE.sub(lambda m: f'<span class="{m.lastgroup}">{m[0]}</span>',
+                            html.escape("\n".join(lines), False)).rstrip().split("\n")
+        for i, row in enumerate(coloured):
+            code, mark, comment = row.partition('<span class="c">')
+            coloured[i] = code + mark + re.sub(
+                r"\((\d+\.\d+)\)", lambda m: '<a{} href="#eq-{}">{}</a>'.format(
+                    f' id="code-{m[1]}"' * (self.places.get(m[1]) == at + i), m[1], m[0]), comment)
+        return "\n".join(coloured)
+
+    def code_cell(self, lines, at):
+        """The code of a card, what its demo prints, and the demo's source, folded."""
+        cut = next((i for i, line in enumerate(lines) if line[:9] == "def demo_"), len(lines))
+        code = f"<pre>{self.code(lines[:cut], at)}</pre>" * bool(cut)
+        if cut == len(lines):
+            return code
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            globals()[self.card.demo]()
+        source = self.code([line for line in lines[cut:] if line[:4] != "if _"], at + cut)
+        command = f"<code>python tinygpt.py demo {self.card.slug}</code>"
+        return (f"{code}<figure><figcaption>What {command} prints</figcaption><pre><samp>"
+                f"{html.escape(out.getvalue())}</samp></pre><details>"
+                f"<summary>Source of this demo</summary><pre>{source}</pre></details></figure>")
+
+    def whole(self):
+        """The page."""
+        body = "".join(self.blocks("\n".join(line[2:] for line in lines[1:]), at + 1)
+                       if "[markdown]" in lines[0] else self.code_cell(lines[1:], at + 1)
+                       for at, lines in cells()).removeprefix("</section>") + "</section>"
+        return PAGE.replace("CONTENTS", "".join(self.contents[1:])).replace("BODY", body)
+
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"/><title>tinygpt: a complete GPT in one file</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"/><style>
+:root { color-scheme: light dark; --back: #fdfdfb; --text: #1f1f1f; --soft: #5b5b5b; --box: #f3f2ec;
+  --link: #0b5394; --k: #8a1c7c; --s: #1e6b2b; --n: #8a4500; }
+@media (prefers-color-scheme: dark) { :root { --back: #17181a; --text: #e4e4e0; --soft: #a8a8a2;
+  --box: #24262a; --link: #8ab8f0; --k: #dd9be0; --s: #93cc96; --n: #e5b07b; } }
+* { box-sizing: border-box; } body { margin: 0; background: var(--back); color: var(--text);
+  font: 1.05rem/1.55 Charter, "Bitstream Charter", "Iowan Old Style", Georgia, serif; }
+a { color: var(--link); text-decoration: none; } a:hover { text-decoration: underline; }
+main { max-width: 54rem; margin: 0 auto; padding: 1rem; min-width: 0; width: 100%; }
+nav { padding: 1rem; font-size: .85rem; } nav ul { list-style: none; padding: 0; }
+section { border-top: 2px solid var(--box); } .h3 { margin-left: 1rem; } li p { margin: .3rem 0; }
+p, ul, .eq, .tex { max-width: 44rem; } p > span { white-space: nowrap; } figure { margin: 1rem 0; }
+h1 a, h2 a, h3 a { color: inherit; } small, figcaption, summary, .c { color: var(--soft); }
+math { font-family: "STIX Two Math", "Latin Modern Math", "Cambria Math", math; }
+.eq { display: flex; flex-wrap: wrap; align-items: center; gap: 0 1rem; margin: .6rem 0;
+  font-size: min(1.1rem, calc(135vw / var(--w))); } .eq > a { font-size: .9rem; margin-left: auto; }
+.eq div { flex: 1 0 auto; display: flex; flex-wrap: wrap; justify-content: center; gap: .3rem 2rem;
+  align-items: center;  max-width: 100%; } .eq math { margin: 0; } mtext { padding: 0 .3em; }
+pre, code, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, Menlo, monospace; }
+pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: .8rem; }
+p code, li code, td code, .tex code { font-size: .85em; overflow-wrap: anywhere; }
+.tex summary { text-align: right; } .tex code { display: block; user-select: all; }
+th, td { text-align: left; padding: .1rem 1rem .1rem 0; }
+table, figcaption, summary { font-size: .85rem; }
+.k { color: var(--k); } .s { color: var(--s); } .n { color: var(--n); } .f { color: var(--link); }
+div:target, li:target, a:target { outline: 2px solid var(--link); }
+@media (max-width: 40rem) { pre { font-size: .65rem; } }
+@media (min-width: 70rem) { body { display: grid; grid-template-columns: 18rem 1fr; }
+  nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; } }
+@media print { nav, .tex, figure details { display: none; } section { break-inside: avoid; }
+  body { font-size: 10pt; } pre { white-space: pre-wrap; }
+  ::details-content { content-visibility: visible; } }
+</style></head><body><nav aria-label="Contents"><ul>CONTENTS</ul></nav><main>BODY</main></body>
+</html>
+"""
+
+
+def run_book(options):
+    """Write the book as one page for a browser."""
+    Path(options.out).write_text(Page().whole(), encoding="utf-8")
+    tell(f"the book as a page is in {options.out}: open it in a browser")
+    return 0
 
 
 # %% [markdown]
@@ -4442,7 +4850,7 @@ def resolve(options, kept):
 # name of a Greek letter, a sign for a bar.
 
 # %%
-STAND_INS = dict(zip("█▇▆▅▄▃▂▁▓▒░·¶√⊙∂Σ∞≤≥→⇒ᵀ²³�", "# * + = : - . _ % + . . | sqrt * d sum inf "
+STAND_INS = dict(zip("█▇▆▅▄▃▂▁▓▒░·¶√⊙∂∑∞≤≥→⇒ᵀ²³�", "# * + = : - . _ % + . . | sqrt * d sum inf "
                      "<= >= -> => ^T ^2 ^3 ?".split()))
 
 
@@ -4916,7 +5324,7 @@ def run_changed(index):
             print(f"  line {i}: {line}")
             print(*(f"    ({tag})  {card.equations.get(tag)}" for tag in tags), sep="\n")
         lost = card.equations.keys() - {tag for _, _, tags in card.tagged for tag in tags}
-        for tag in sorted(tag for tag in lost if not made and card.equations[tag][-1] != "†"):
+        for tag in sorted(tag for tag in lost if not made and tag not in card.derived):
             print(f"  no line has ({tag})  {card.equations[tag]}")
         print("Then:", ", ".join(f"{card.n or card.slug}" for card, *_ in changed[1:]) or "none")
     for crash, names in crashed.items():
@@ -5145,6 +5553,8 @@ def build_parser():
     add("names", nargs="*", metavar="NAME", help="a card's name or number")
     add("--list", action="store_true", help="list the cards")
     add("--changed", action="store_true", help="say which print something else than golden/ has")
+    command("book", run_book, "write the book as one page for a browser",
+            ("out", "tinygpt.html", file_name, "the page (tinygpt.html)"))
     add = command("bench", run_bench, "measure speed and memory on this machine",
                   ("text", f"{THIS.parent / 'corpus.txt'}", file_name, "UTF-8 text (corpus.txt)"))
     add("--scale", action="store_true", help="how the cost grows with T, B, L and d")
