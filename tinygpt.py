@@ -59,19 +59,21 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #   same code serves both, and the shapes are given for one window. Where attention splits a matrix
 #   into windows and heads, its arrays have one more axis in front, for the windows.
 # - The loss is one number that says how wrong the model's predictions are.
-# - `dX` is always the derivative of the loss with respect to X, in short, by X. It has the shape of
-#   X, since each entry of X has its own derivative. Taken together, the derivatives of the loss by
-#   all numbers of an array are called its gradient.
+# - `dX` is always the derivative of the loss with respect to X, in short, by X, or, with a word
+#   behind it such as dX_branch, one of several parts that add up to it. It has the shape of X,
+#   since each entry of X has its own derivative. Taken together, the derivatives of the loss by all
+#   numbers of an array are called its gradient.
 # - A small enough step against the gradient, each number less a little of its derivative, makes the
 #   loss smaller. Training is many steps of this kind (chapter 8).
 # - A backward function stands beneath its forward function, or beneath the last of several, and
 #   goes through the same steps in reverse order.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
-# Each chapter ends with exercises; the answers stand together at the end of the book. To do one
-# that changes a line, change it and type `make check`, or `python tinygpt.py demo --changed`: it
-# shows what the demos print now in place of what they should, and whether the gradients still agree
-# with slopes that are measured, as chapter 7 explains. Then undo the change.
+# Each chapter ends with exercises; the answers stand together at the end of the book. Some need
+# later chapters, and can wait: 2b, 3a, 4a, 4b, 5a and 6a. To do one that changes a line, change it
+# and type `make check`, or `python tinygpt.py demo --changed`: it shows what the demos print now in
+# place of what they should, and whether the gradients still agree with slopes that are measured, as
+# chapter 7 explains. Then undo the change.
 #
 # You need Python, the little NumPy of the next section, and school calculus: the derivatives of
 # sums, products, quotients and powers, of exp and the natural log (the logarithm to the base e; all
@@ -98,7 +100,8 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     X + Y, X * Y          entry by entry, for two arrays of one shape
 #     X + b                 b of shape (4,) is added to each row: it is broadcast along the rows
 #     X * s                 s of shape (3, 1) gives each row a factor of its own: broadcast too
-#     X @ W                 the matrix product with a W of shape (4, 6): shape (3, 6)
+#     X @ W                 the matrix product with a W of shape (4, 6): shape (3, 6); of stacks of
+#                           matrices, with more axes in front, the product of each pair
 #     X.T                   the transpose: rows become columns, shape (4, 3)
 #     X.max(axis=1)         the largest of each row, shape (3,); with keepdims=True (3, 1)
 #     X.reshape(6, 2)       the same numbers, read row by row, in rows of 2; -1 stands for what fits
@@ -120,7 +123,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     L        blocks                                         2          n_layer
 #     V        tokens in the vocabulary                       from the text
 #     N        ids in a stream                                from the text
-#     t        a position in a window; in chapters 8 and 9 a step
+#     t        a position in a window; in chapters 8 and 9 a step; M_t is row t of a matrix M
 #     i, j, k  indices; in attention i asks and j is asked
 #     ∑_k      the sum over all k
 #     ∈, ⇒, ←  is a member of; hence; is replaced by
@@ -1761,7 +1764,7 @@ def demo_token_embedding():
         show(f"{i} {token!r}", row, digits=1)
     print(f"window x = {e.x.tolist()} = {[e.tokenizer.itos[i] for i in e.x]}")
     show("E[x]", token_embedding(e.params["tok_emb"], e.x), digits=1)
-    show("E[0, 9]", token_embedding(e.params["tok_emb"], np.array([0, 9])), digits=1)
+    show("E[[0, 9]]", token_embedding(e.params["tok_emb"], np.array([0, 9])), digits=1)
     refused(token_embedding, e.params["tok_emb"], np.array([-1, 9]))
 
 if __name__ == "__main__": demo(demo_token_embedding)
@@ -2026,8 +2029,8 @@ if __name__ == "__main__": demo(demo_heads)
 #
 #     Qh, Kh, Vh = split(Q, H), split(K, H), split(V, H)                                 (30.1)
 #
-# Here is the one place, with its inverse in card 36, where a tall matrix is seen as its windows of
-# T rows. `split_heads` takes two steps. The reshape cuts the rows into windows and each row into H
+# Here, in its inverse in card 36 and in the embeddings, a tall matrix is seen as its windows of T
+# rows. `split_heads` takes two steps. The reshape cuts the rows into windows and each row into H
 # pieces of hs numbers, (T, d) to (T, H, hs): that is 29.2. The swap of axes brings the head to the
 # front. Reshaping straight to (H, T, hs) would give the right shape and wrong contents: it would
 # deal out positions to the heads, where columns are meant. The axis of the windows stands in front
@@ -2069,9 +2072,10 @@ if __name__ == "__main__": demo(demo_split_heads)
 # %% [markdown]
 # ### 31. Scores (forward)
 #
-# How well does key j fit query i? Multiply them number by number and add up. This dot product grows
-# with the lengths of the two rows; it is positive when they point the same way, negative when they
-# point in opposite ways. All pairs of a head are one matrix product, with K turned on its side:
+# How well does key j fit query i? Multiply them number by number and add up. This dot product is
+# positive where the two rows, seen as arrows, point the same way, and negative where they point in
+# opposite ways; its size grows with the lengths of the rows. All pairs of a head are one matrix
+# product, with K turned on its side:
 #
 #     QK = Qh Khᵀ,  QK_ij = ∑_c (Qh)_ic (Kh)_jc                                          (31.1)
 #
@@ -2098,7 +2102,7 @@ def demo_scores():
     print("Q and K of demo 28, split")
     show("Qh", Qh)
     show("Kh", Kh)
-    show("Qh KhT", QK)
+    show("QK", QK)
     q, k = Qh[0, 1], Kh[0, 2]
     print(f"head 0, query 1, key 2: ({q[0]:.4f})({k[0]:.4f}) + ({q[1]:.4f})({k[1]:.4f})"
           f" = {QK[0, 1, 2]:.4f}")
@@ -2112,14 +2116,14 @@ if __name__ == "__main__": demo(demo_scores)
 # with mean 0, so that the mean of their squares is the variance; let it be 1. Then each product has
 # variance 1 · 1, their variances add up, and the sum has variance hs: wider heads give larger
 # scores. Large differences between scores make softmax nearly certain of one key. There every p_i
-# is near 0 or 1, and by 16.1 all derivatives p_i (δ_ij - p_j) are near 0, so learning stalls.
-# Dividing by √hs, the root of the variance, brings the scores back to size 1 whatever the width;
-# hence the name scaled dot-product attention.
+# is near 0 or 1, and by 16.1 all derivatives p_i (δ_ij - p_j) are near 0, so queries and keys
+# hardly learn. Dividing by √hs, the root of the variance, brings the scores back to size 1 whatever
+# the width; hence the name scaled dot-product attention.
 #
 #     S = Qh Khᵀ / √hs                                                                   (32.1)
 #
 # It is the root of hs, the size of a head, not of d. `math.sqrt` gives a Python float, which leaves
-# a float32 array in float32; the scalar of np.sqrt would not, from NumPy 2 on.
+# a float32 array in float32; dividing by the scalar of np.sqrt would not, from NumPy 2 on.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -2146,7 +2150,7 @@ def demo_scaling():
               f"{scores(q, k).std():.2f}, scaled {scaled_scores(q, k).std():.2f}")
     e = example(32)
     print("the running example, hs = 2:")
-    show("Qh KhT", scores(e.Qh, e.Kh)[0])
+    show("QK", scores(e.Qh, e.Kh)[0])
     show("S", scaled_scores(e.Qh, e.Kh)[0])
 
 if __name__ == "__main__": demo(demo_scaling)
@@ -2156,8 +2160,8 @@ if __name__ == "__main__": demo(demo_scaling)
 #
 # At position i the model must predict token i + 1. If it could look at position i + 1, it would
 # simply copy the answer, and learn nothing. So a query may only look at keys up to its own
-# position; attention of this kind is called causal self-attention, since queries, keys and values
-# all come from one text. The scores of later ones are replaced by -∞.
+# position; attention with this mask is called causal, and self-attention since queries, keys and
+# values all come from one text. The scores of later ones are replaced by -∞.
 #
 #     S_ij ← S_ij if j ≤ i else -∞                                                       (33.1)
 #
@@ -2165,9 +2169,9 @@ if __name__ == "__main__": demo(demo_scaling)
 # where a score of 0 is an ordinary score with an ordinary probability. Only -∞ is sure to get
 # exactly probability 0. The diagonal j = i stays, so every row keeps at least one finite score.
 #
-# The code adds a matrix that is 0 where j ≤ i and -∞ elsewhere: adding 0 changes nothing, and any
-# score plus -∞ is -∞. A mask of zeros and ones, multiplied by -∞, would not do: 0 times ∞ is no
-# number. The matrix is the same for all heads and windows; it is made once for each T and kept.
+# The code adds a matrix that is 0 where j ≤ i and -∞ elsewhere: adding 0 changes nothing, and a
+# finite score plus -∞ is -∞. A mask of zeros and ones, multiplied by -∞, would not do: 0 times ∞ is
+# no number. The matrix is the same for all heads and windows; it is made once for each T and kept.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -2186,7 +2190,7 @@ def demo_causal_mask():
     e = example(33)
     show("S", e.S[0])
     show("mask", causal_mask(3, e.S.dtype))
-    show("S + mask", e.S[0] + causal_mask(3, e.S.dtype))                    # (2, 3, 3)  (33.1)
+    show("masked", e.S[0] + causal_mask(3, e.S.dtype))                      # (2, 3, 3)  (33.1)
     print("row i of a head keeps its keys 0 to i: 1, 2 and 3 of them")
 
 if __name__ == "__main__": demo(demo_causal_mask)
@@ -2502,7 +2506,7 @@ if __name__ == "__main__": demo(demo_attention_backward)
 # ## Chapter 6. Transformer
 #
 # Attention moves information between positions. A feed-forward network works on each position
-# alone. One of each, with a LayerNorm before it, makes a block. Blocks are stacked. The tables
+# alone. One of each, with a LayerNorm before each, makes a block. Blocks are stacked. The tables
 # stand in front of them; behind them come a last LayerNorm and a linear layer that gives the scores
 # of the next token. That is the whole model, called a transformer.
 
@@ -2611,9 +2615,8 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 # A block does not replace X, it adds to X. What attention finds is added to the row, then what the
 # feed-forward network makes of that is added too. The row is like a sheet that is handed from block
 # to block, and each may write on it. The path on which X itself reaches the sum, past the branch,
-# is called the residual or skip connection, what is left when the branch is taken away; the rows
-# that flow along it are the residual stream. It also gives the gradients a straight way back
-# through many blocks (card 42).
+# is called the residual or skip connection; the rows that flow along it are the residual stream. It
+# also gives the gradients a straight way back through many blocks (card 42).
 #
 #     X ─┬─ LN1 ─ Attention ─ + ─ Xmid ─┬─ LN2 ─ FFN ─ + ─ Y
 #        └────────────────────┘         └──────────────┘
@@ -2702,15 +2705,16 @@ if __name__ == "__main__": demo(demo_block)
 # dX = dXmid (I + ∂Att/∂X), which is 42.4 to 42.6. So dX = dY (I + ∂Ff/∂Xmid)(I + ∂Att/∂X). A block
 # puts two such brackets behind dY, and L blocks put 2L. Multiplied out, one term is dY alone,
 # whatever the weights are. Without the residual path each I would be missing, and dX would be dY
-# times a chain of 2L matrices. How large dX(0) then is beside dX(L), the ratio of their norms, was
-# measured on models of width 32 at their starting values, with five seeds:
+# times a chain of 2L matrices. How large dX(0) is beside dX(L), the ratio of the roots of their
+# sums of squares, was measured on models of width 32 at their starting values, with five seeds:
 #
 #     blocks   as it is     without the path   without the path and LayerNorm
 #     24       15 to 40     0.09 to 21         6e-8 to 2e-6
 #     48       26 to 63     0.01 to 0.7        4e-14 to 1e-12
 #
-# A gradient that shrinks so is said to vanish, one that grows past all bounds to explode. Gradients
-# vanish in a deep stack that has neither. LayerNorm prevents most of that, and the path the rest.
+# A gradient that shrinks so is said to vanish, one that grows past all bounds to explode. In a deep
+# stack that has neither LayerNorm nor the path, these vanish; with LayerNorm alone they shrink much
+# less, and with both they grow.
 #
 # Shapes at the default sizes, and in the running example; all seven gradients have the shape of X:
 #
@@ -2740,10 +2744,10 @@ def demo_residual_backward():
     show("dY", e.dY)
     print("(X, Xmid, Xn2, ln2_g: demo 41; ln1_g: demo 20; dXn2 is dXn of demo 40; dXn is")
     print("not that of demo 38, where dOut was dY: here it is dXmid)")
-    show("dXmid_branch", dXmid_branch)
+    show("branch", dXmid_branch)
     show("dXmid", e.dY + dXmid_branch)
     show("dXn", attention_backward(e.dY + dXmid_branch, cache["attention"], e.block)[0])
-    show("dX_branch", dX - e.dY - dXmid_branch)
+    show("branch", dX - e.dY - dXmid_branch)
     show("dX", dX)
     for name in ("ln1_g", "ln1_b", "ln2_g", "ln2_b"):
         show(f"d {name}", grads[name])
@@ -2848,11 +2852,11 @@ if __name__ == "__main__": demo(demo_parameter_count)
 # nothing to do with the heads of attention. Where its matrix is the token table, turned on its
 # side, the two are tied, as in GPT-2; here they are not.
 #
-#     T ≤ Tmax                                                                           (45.1)
+#     1 ≤ T ≤ Tmax                                                                       (45.1)
 #     X(l+1) = Block_l(X(l)),  l = 0, ..., L-1                                           (45.2)
 #     Xf = LNf(X(L))                                                                     (45.3)
 #     logits = Xf Whead + 1 bheadᵀ                                                       (45.4)
-#     logits = LNf(X(L)) Whead + bhead                                                 † (45.5)
+#     logits = LNf(X(L)) Whead + 1 bheadᵀ                                              † (45.5)
 #
 #     ids ─ tok_emb, pos_emb ─ X(0) ─ Block_0 ─ X(1) ─ ... ─ X(L) ─ LNf ─ Xf ─ head ─ logits
 #
@@ -4078,11 +4082,11 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   61. The demo of card 61 stops with an error. This is why the diagonal stays.
 #
 # - **5c.** The average of row 2 of dA under row 2 of A is 0.4036 · 0.9117 + 0.3194 · 0.3306 +
-#   0.2770 · 0.1104 = 0.5042, so dS_20 = 0.4036 (0.9117 - 0.5042) = 0.1645. Key 1 is asked by the
-#   queries 1 and 2, with 0.1123 and -0.0554 in column 1 of dS: dKh_10 = (0.1123 · (-0.3509) +
-#   (-0.0554) · 0.5083) / √2 = -0.0478. Only query 2 sees key 2: dKh_20 = (-0.1091 · 0.5083) / √2 =
-#   -0.0392. Column 0 adds up to 0.0870 - 0.0478 - 0.0392 = 0. In a sum over the keys the numbers of
-#   each query cancel, as each row of dS sums to 0; so dbk is 0.
+#   0.2770 · 0.1104 = 0.5042 with all digits, so dS_20 = 0.4036 (0.9117 - 0.5042) = 0.1645. Key 1 is
+#   asked by the queries 1 and 2, with 0.1123 and -0.0554 in column 1 of dS: dKh_10 = (0.1123 ·
+#   (-0.3509) + (-0.0554) · 0.5083) / √2 = -0.0478. Only query 2 sees key 2: dKh_20 = (-0.1091 ·
+#   0.5083) / √2 = -0.0392. Column 0 adds up to 0.0870 - 0.0478 - 0.0392 = 0. In a sum over the keys
+#   the numbers of each query cancel, as each row of dS sums to 0; so dbk is 0.
 #
 # - **6a.** Golden files that change: 41, 42, 45, 46, 49 to 51, 53, 55, 56, 61. Wrong are tok_emb,
 #   pos_emb and all that block 0 has but bk. 42.6 still adds dXmid to dX, though X no longer reaches
