@@ -3568,7 +3568,7 @@ if __name__ == "__main__": demo(demo_step_counts)
 #
 # M is the number of validation windows. All have the same length T, so this mean of means is also
 # the mean over all positions. It needs forward passes only. The windows are worked on in parts, as
-# in card 53, of at most 32.
+# in card 53, of at most 8.
 #
 # Shapes at the default sizes:
 #
@@ -3581,7 +3581,7 @@ def validation_loss(params, x, y, config):
     M = len(x)
     if M == 0:
         raise BadInput("the validation loss needs one window or more, got none")
-    val_loss, parts = 0.0, -(-M // 32)
+    val_loss, parts = 0.0, -(-M // 8)
     for xj, yj in zip(np.array_split(x, parts), np.array_split(y, parts)):
         logits, _ = forward(params, xj, config)                             # (T, V)
         val_loss += cross_entropy_forward(logits, yj)[0] * (len(xj) / M)    #         (55.1)
