@@ -4465,7 +4465,7 @@ class Page:
             rf"(?<![\d.])(?:{'|'.join(map(re.escape, formulas))})(?!\.?\d)":
                 r'<a href="#eq-\g<0>">\g<0></a>',
             r"\"[^\"]*\"|\w+'s\b|(?<![\w'])'(?:[^']+'(?!\w)|\w+)|<\w+>"
-            r"|(?=[\w-]*[A-Za-z]{2})\w+(?:-\w+)+": r"\g<0>"}
+            r"|(?=[\w-]*[A-Za-z]{2})\w+(?:-\w+)+(?:'s\b)?": r"\g<0>"}
         self.opaque = re.compile(f"({'|'.join(self.rules)})")
 
     def inline(self, text):
