@@ -71,9 +71,9 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #
 # Each chapter ends with exercises; the answers stand together at the end of the book. Some need
 # later chapters, and can wait: 2b, 3a, 4a, 4b, 5a and 6a. To do one that changes a line, change it
-# and type `make check`, or `python tinygpt.py demo --changed`: it shows what the demos print now in
-# place of what they should, and whether the gradients still agree with slopes that are measured, as
-# chapter 7 explains. Then undo the change.
+# and type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
+# prints now in place of what it should, names the others, and whether the gradients still agree
+# with slopes that are measured, as chapter 7 explains. Then undo the change.
 #
 # You need Python, the little NumPy of the next section, and school calculus: the derivatives of
 # sums, products, quotients and powers, of exp and the natural log (the logarithm to the base e; all
@@ -1421,7 +1421,7 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 # A loss of 2.3 says little by itself. Its exponential does: a model that guesses evenly among n
 # tokens has the loss log n, so exp(loss) is the number of tokens among which the model is, on
 # average, torn. That number is called perplexity. Before training it is near V where the weights
-# are small, since then all logits are nearly alike; then it falls.
+# are small, since then all logits are nearly alike; in the long run it falls.
 #
 #     perplexity = exp(loss)                                                             (19.1)
 #
@@ -2996,7 +2996,7 @@ if __name__ == "__main__": demo(demo_model_backward)
 # %% [markdown]
 # ## Chapter 7. Gradient check
 #
-# A wrong backward pass does not crash. The model may even learn, only worse, and nobody knows why.
+# A wrong backward pass need not crash. The model may even learn, only worse, and nobody knows why.
 # But there is a second way to find a derivative, slow and independent: move one number a little and
 # see how the loss changes. This chapter holds the gradients of all arrays against slopes that are
 # measured so.
@@ -3137,7 +3137,8 @@ def demo_check_params():
     worst = check_params(e.params, e.x, e.y, e.config, np.random.default_rng(0), samples=4)
     for name in ("tok_emb", "pos_emb", "block0.bk", "block0.ff1_w", "lnf_g", "head_w"):
         print(f"{name:13} {verdict(worst[name])}")
-    print(f"all {len(worst)} arrays have an error below 1e-4: {max(worst.values()) < 1e-4}")
+    below = all(error < 1e-4 for error in worst.values())
+    print(f"all {len(worst)} arrays have an error below 1e-4: {below}")
     measured = numerical_grad(lambda b: loss_and_grads(dict(e.params, head_b=b), e.x, e.y,
                                                        e.config)[0], e.params["head_b"].copy())
     show("backward", e.grads["head_b"])
@@ -3150,10 +3151,10 @@ if __name__ == "__main__": demo(demo_check_params)
 # ### The whole check
 #
 # `python tinygpt.py gradcheck` runs what follows. First each operation alone, with every entry of
-# its inputs: if a wrong one is named here, the fault is in that function and not before it. The
-# output of an operation is no loss, so one is made of it: the sum of Y ⊙ dY, with random numbers
-# dY. Its derivative by Y is dY, which is what the backward function is handed. Then the whole model
-# as in card 49, with two blocks and random numbers for gains and biases too.
+# its inputs: if a wrong one is named here, the fault is in that function or in one that it calls,
+# and not before it. The output of an operation is no loss, so one is made of it: the sum of Y ⊙ dY,
+# with random numbers dY. Its derivative by Y is dY, which is what the backward function is handed.
+# Then the whole model as in card 49, with two blocks and random numbers for gains and biases too.
 
 # %%
 def check_operations(seed):
@@ -3266,8 +3267,8 @@ def check_model(seed, samples):
 # root. Where √vhat is not far above ε, the step is shorter than said above.
 #
 # The W in AdamW is weight decay: each step also shrinks the weights a little, so that those which
-# the data does not need fade away; λ says how much. Means against learning by heart are called
-# regularisation, and this is one. It stands beside the Adam term, decoupled from it, and not inside
+# the data does not need fade away; λ says how much. What works against learning by heart is called
+# regularisation, and this does. It stands beside the Adam term, decoupled from it, and not inside
 # the gradient: there the division by √vhat would make it weak for numbers with large gradients and
 # strong for those with small ones.
 #
@@ -3335,7 +3336,7 @@ def demo_adamw():
     print("w = 1, -2, 0.5 and g = 0.4, -0.2, 0 with η = 0.1, ε = 0.1, λ = 0: the first step")
     print("is 0.1 g / (|g| + 0.1), and w becomes")
     show("", params["w"])
-    print("u after 100 steps for a gradient of 1, of 0.001, and of 1 and -1 in turn:")
+    print("β1 0.9, β2 0.99: u after 100 gradients of 1, of 0.001, of 1 and -1 in turn:")
     opt, theta = AdamW({"w": np.zeros(3)}, weight_decay=0.0), {"w": np.zeros(3)}
     for t in range(100):
         opt.step(theta, {"w": np.array([1.0, 0.001, (-1.0) ** t])}, lr=0.0)
@@ -3413,19 +3414,19 @@ if __name__ == "__main__": demo(demo_clipping)
 # ### 52. Learning-rate schedule
 #
 # Large steps early, small steps late: first to get somewhere, then to settle. At the very start,
-# though, the gradients of the first batches all point the same way, since every prediction is wrong
-# alike, and Adam answers with steps of full length. So the rate first rises in a straight line, the
-# warm-up. Then it falls along half a cosine wave, which is flat at both ends: cosine decay with
-# linear warm-up. ηmax is the highest rate and ηmin the last one, t_warm the number of steps of the
-# warm-up and t_total that of all steps.
+# though, the gradients of the first batches point much the same way, since every prediction is
+# wrong alike, and Adam answers with steps of full length. So the rate first rises in a straight
+# line, the warm-up. Then it falls along half a cosine wave, which is flat at both ends: cosine
+# decay with linear warm-up. ηmax is the highest rate and ηmin the last one, t_warm the number of
+# steps of the warm-up and t_total that of all steps.
 #
 #     η(t) = ηmax · t / t_warm,  t ≤ t_warm                                              (52.1)
 #     frac = (t - t_warm) / (t_total - t_warm),  t > t_warm                              (52.2)
 #     η(t) = ηmin + (1/2)(ηmax - ηmin)(1 + cos(π frac)),  t_warm < t ≤ t_total           (52.3)
 #
 # Both pieces give ηmax at t = t_warm, and where t_warm < t_total, the last step has ηmin. Steps
-# count from 1, so the first rate is ηmax / t_warm and no step is wasted at rate 0. The cosine would
-# rise again after t_total; there the rate stays at ηmin.
+# count from 1, so with a warm-up the first rate is ηmax / t_warm, and no step is wasted at rate 0.
+# The cosine would rise again after t_total; there the rate stays at ηmin.
 #
 # Shapes: numbers.
 
@@ -3609,9 +3610,9 @@ if __name__ == "__main__": demo(demo_validation_loss)
 # next batch. When all windows have been seen, the next epoch begins, in a new order.
 #
 # A loss or a norm that is not finite means that training has diverged: some number has grown past
-# all bounds. Going on would spoil every parameter, so the loop stops before it takes that step.
+# all bounds. Going on would spoil the parameters, so the loop stops before it takes that step.
 #
-# The demo trains a model with two blocks in float64 for 20 steps, on a text of 16 words that comes
+# The demo trains a model with two blocks in float64 for 20 steps, on a text of 15 words that comes
 # three times. Then the model goes on from `the`, as chapter 10 explains. `golden/training.txt`
 # holds what is printed.
 
@@ -3836,8 +3837,8 @@ def demo_top_p():
         show(f"top_p {top_p}", keep_top_p(p, top_p))
     print("0.5 is reached by the first token alone; 0.76 needs a third, and of the two")
     print("equal ones the lower id comes first")
-    show("0.7 0.2 0.1", keep_top_p(np.array([0.7, 0.2, 0.1]), 0.9))
-    print("with top_p 0.9: the sum 0.7 + 0.2 counts as 0.9, whatever rounding makes of it")
+    print("p = 0.7 0.2 0.1, top_p 0.9: their sum counts as 0.9 in spite of rounding")
+    show("q", keep_top_p(np.array([0.7, 0.2, 0.1]), 0.9))
 
 if __name__ == "__main__": demo(demo_top_p)
 
@@ -3854,10 +3855,10 @@ if __name__ == "__main__": demo(demo_top_p)
 # first whose running total exceeds r. Since rounding may make the total slightly less than 1, r is
 # scaled by the total. The generator is passed in, so a seed fixes the text.
 #
-#     p       0.2        0          0.5             0.3
-#     0 ──────── 0.2 ────┴──────────────── 0.7 ─────────── 1
-#       token 0          (1)   token 2   ↑     token 3
-#                                   r = 0.44
+#     p       0.2    0            0.5                 0.3
+#     0 ─────────┬───────────────────────────┬──────────────── 1
+#       token 0  (1)        token 2          │     token 3
+#                0.2           ↑ r = 0.44    0.7
 #
 # A model that has gone wrong gives logits that are no numbers, or +∞, or -∞ for all tokens. They
 # are refused. A -∞ among finite logits is accepted; it only rules its token out.
@@ -3928,12 +3929,13 @@ if __name__ == "__main__": demo(demo_random_choice)
 # would let them be read. T in 61.2 is the length of x, which is less than the context while the
 # text is short; of the logits the last row is used. The list of the caller is not changed.
 #
-# With a context of 3, the window slides over the text as it grows. From the fourth token on, every
-# token stands one place further left than in the step before, and gets another position row:
+# With a context of 3, the window slides over the text as it grows. From the fourth token on, each
+# token that is still read stands one place further left than in the step before, and gets another
+# position row:
 #
-#     she| s|e          reads she| s|e         draws e
-#     she| s|e|e        reads     s|e|e        draws s
-#     she| s|e|e|s      reads       e|e|s      draws ...
+#     s|he| s        reads s|he| s          draws e
+#     s|he| s|e      reads   he| s|e        draws e
+#     s|he| s|e|e    reads      s|e|e       draws s
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -4153,8 +4155,8 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # cross-entropy 17; dropout, left out; embedding, chapter 4; epoch 9; exponential moving average 50;
 # feed-forward network, MLP 39; GELU, exercise 3c; gradient accumulation 53; gradient check 47 to
 # 49; greedy decoding 56; head 29, LM head 45; hidden unit 13; Jacobian 16; key, query, value 28;
-# LayerNorm 20; learning rate 50; logit 17; loss 17; maximum likelihood 17; mini-batch 9, 53;
-# moments 50; nucleus sampling 59; overfitting 55; perplexity 19; position embedding 25; pre-LN 41;
+# LayerNorm 20; learning rate 50; logit 17; loss 17; maximum likelihood 17; mini-batch 53; moments
+# 50; nucleus sampling 59; overfitting 55; perplexity 19; position embedding 25; pre-LN 41;
 # regularisation 50; ReLU 13; residual stream 41; scaled dot-product attention 32; SGD, stochastic
 # gradient descent 50; softmax 15; stride 7; sublayer 41; temperature 57; token 1; top-k 58;
 # vanishing gradient 42; vocabulary 4; warm-up 52; weight decay 50; weight tying 45; Xavier
