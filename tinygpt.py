@@ -4231,9 +4231,9 @@ def read_text(path):
 # %% [markdown]
 # ### The book as index and page
 #
-# The file is a row of cells, text and code. From them come the index of the cards, a checksum of
-# the book's code, which tells models made by other code, and the book as a page for a browser.
-# `Formula` reads a formula by 'The notation of formulas'; `typeset` writes it as MathML or LaTeX.
+# The file is a row of cells, text and code. They give the index of the cards, a checksum of the
+# code, by which models made by other code are known, and the book as a page for a browser, with its
+# formulas as MathML and as LaTeX.
 
 # %%
 def cells():
@@ -4280,12 +4280,31 @@ def code_checksum():
 
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?"
 SIGN = re.compile(                                  # what stands between terms: words, relations
-    r"((?:-th )?\b(?:[A-Z]?[a-z]{2,} )+[a-z]{2,}(?![\w\ue000-\uf8ff^'])"
-    r"|\b(?:if|else|for|of|with|keep|otherwise)\b|(?<!\S)[<>](?!\S)|[=≤≥≠∈~←→⇒:,∕]|(?<!\de)[-+±])")
-BRACKET = re.compile("|".join(rf"\{a}[^][(){{}}⌊⌋⌈⌉|‖]*\{b}" for a, b in "() [] {} ⌊⌋ ⌈⌉ || ‖‖".split()))
+    r"((?:^|-th| )(?:[A-Z]?[a-z]{2,} )+[a-z]{2,}(?: |(?=,)|$)|(?:^| )(?:if|else|for|of|with|keep"
+    r"|otherwise) |(?<= )[<>](?= )|[=≤≥≠∈~←→⇒:,∕]|(?<!\de)[-+±])")
+BRACKET = re.compile("|".join(rf"\{a}[^][(){{}}⌊⌋⌈⌉|‖]*\{b}"
+                              for a, b in ("()", "[]", "{}", "⌊⌋", "⌈⌉", "||", "‖‖")))
 MARK = r"[_^](?:[^\W_ᵀ]+|[\ue000-\uf8ff])|hat|bar|'+|[ᵀ*\ue000-\uf8ff]"
-FACTOR = re.compile(rf"([√∂]?)({NUMBER}|\.{{3}}|[∞∑]|[^\W\d_ᵀ]+?(?=hat|bar)|[^\W\d_ᵀ][^\W_ᵀ]*"
-                    rf"|<\w+>|[\ue000-\uf8ff])((?:{MARK})*)")
+FACTOR = re.compile(rf"([√∂]?)({NUMBER}|\.{{3}}|[∞∑·×⊙\u2062]|[^\W\d_ᵀ]+?(?=hat|bar)"
+                    rf"|[^\W\d_ᵀ][^\W_ᵀ]*|<\w+>|[\ue000-\uf8ff])((?:{MARK})*)")
+SHOWN = {                                           # what is no plain row: as MathML and as LaTeX
+    "letter": ("mi", "{}"), "name": ("mi", r"\mathrm{{{}}}"), "number": ("mn", "{}"),
+    "function": ("mi", r"\operatorname{{{}}}"), "text": ("mtext", r"\text{{{}}}"),
+    "sign": ("mo", "{}"), "bracket": ('mo stretchy="false"', "{}"), "slash": ('mo lspace="0" rspace="0"', "/"),
+    "space": ('mo rspace="0.17em"', r"\,"), "root": ("msqrt", r"\sqrt{{{}}}"),
+    "sub": ("msub", "{{{}}}_{{{}}}"), "sup": ("msup", "{{{}}}^{{{}}}"), "under": ("munder", "{}_{{{}}}"),
+    "both": ("msubsup", "{{{}}}_{{{}}}^{{{}}}"), "over": ("mfrac", r"\frac{{{}}}{{{}}}"),
+    "hat": ('mover accent="true"', r"\hat{{{}}}"), "bar": ('mover accent="true"', r"\bar{{{}}}"),
+    "ᵀ": ('msup intent="transpose($x)"', r"{{{}}}^\top"), "fence": ("mrow", r"\left{} {} \right{}"),
+    "norm": ('mrow intent="norm($x)"', r"\left{} {} \right{}"), "arg": ('mrow arg="x"', "{}")}
+LATEX = dict(zip("∑ ∂ ∞ · × ⊙ ± ≤ ≥ ≠ ∈ ~ ← → ⇒ ⌊ ⌋ ⌈ ⌉ ‖ { } ' '' ...".split(), r"""\sum \partial
+    \infty \cdot \times \odot \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor
+    \lceil \rceil \| \{ \} \prime \prime\prime \dots""".split()))
+LEAF = re.compile(r"(?P<text>.* .*\w.*)|(?P<number>[\d∞.].*)|(?P<letter>\w)|(?P<slash>∕)|(?P<bracket>[][()])"
+                  "|(?P<function>log|exp|max|min|argmax|cos|tanh)|(?P<name><?\\w+>?)|(?P<space>\u2062)"
+                  "|(?P<sign>.+)")
+CODE = re.compile(r'(?P<s>f?(?:"""[^\0]*?"""|"(?:\\.|[^"\\\n])*"))|(?P<c>#.*)'
+                  rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)")
 
 
 class Formula:
@@ -4296,37 +4315,30 @@ class Formula:
         text = re.sub("[×·]", r" \g<0> ", text.replace("²", "^2").replace("³", "^3"))
         text = re.sub(r"(?<=\))(?=\()|(?<=\b\d)(?=[A-Za-z](?!-))", " ", text)   # (a)(b) and 2d
         while match := BRACKET.search(text):        # the innermost first; a letter stands for each
-            letter, inner = chr(0xe000 + len(self.brackets)), self.row(match[0][1:-1])
-            kind = "norm" if match[0][0] == "‖" else "fence"
-            self.brackets[letter] = (kind, match[0][0], inner, match[0][-1])
+            opens, inner, closes = match[0][0], self.row(match[0][1:-1]), match[0][-1]
+            letter = chr(0xe000 + len(self.brackets))
+            self.brackets[letter] = ("fence", opens, inner, closes) if opens != "‖" \
+                else ("norm", opens, ("arg", inner), closes)
             text = text[:match.start()] + letter + text[match.end():]
         self.tree = self.row(text)
 
     def row(self, text):
         """Terms and what stands between them."""
-        items = []
-        for i, part in enumerate(SIGN.split(text)):
-            if i % 2:
-                items.append(f" {part} " if part[-1].isalpha() else part)
-            elif part.strip() or items and items[-1] in ("+", "-", "±"):
-                items.append(self.term(part))
-        return ("row", *items)
+        parts = SIGN.split(text)
+        return ("row", *(part if i % 2 else self.term(part.strip()) for i, part in enumerate(parts)
+                         if i % 2 or part.strip() or i and parts[i - 1] in "+-±"))
 
     def term(self, text):
         """A product, or one of two products divided by the other."""
-        if " / " in text:
-            return ("over", *map(self.term, text.rsplit(" / ", 1)))
-        items, times = [], ("·", "×", "⊙", "mod")
-        for word in text.split() or [""]:
-            if word not in times:
-                items += ["\u2062"] * bool(items and items[-1] not in times)
-                word = [self.factor(side) for side in word.split("/", 1)]
-                word = ("over", *word) if len(word) > 1 else word[0]
-            items.append(word)
-        return ("row", *items) if len(items) > 1 else items[0]
+        if " / " in text + " ":
+            return ("over", *map(self.term, text.rsplit(" /", 1)))
+        words = re.sub("(?<=[^·×⊙ ]) +(?=[^·×⊙ ])", " \u2062 ", text).split() or [""]
+        return ("row", *map(self.factor, words)) if words[1:] else self.factor(words[0])
 
     def factor(self, word):
         """A number, a name or a bracket, with all that touches it."""
+        if "/" in word:
+            return ("over", *map(self.factor, word.rsplit("/", 1)))
         if not (match := FACTOR.fullmatch(word)):
             line = THIS.read_text(encoding="utf-8").partition(self.text)[0].count("\n") + 1
             raise BadInput(f"line {line}: cannot read the formula {self.text!r} at {word!r}")
@@ -4342,74 +4354,51 @@ class Formula:
                 tree = (kind, tree, script) if (tree[0], kind) != ("sup", "sub") else \
                     ("both", tree[1], script, tree[2])
             else:
-                tree = (mark, tree) if mark in SHOWN else ("sup", tree, mark)
+                sign = {"hat": "^", "bar": "¯", "ᵀ": "⊤"}.get(mark)
+                base = ("arg", tree) if mark == "ᵀ" else tree
+                tree = (mark, base, sign) if sign else ("sup", tree, mark)
         return {"√": ("root", tree), "∂": ("row", "∂", tree), "": tree}[prefix]
-
-
-LEAF = re.compile(r"(?P<text> .*)|(?P<number>[\d∞.].*)|(?P<function>log|exp|max|min|argmax|cos|tanh)"
-                  "|(?P<letter>\\w)|(?P<name>(?!mod)<?\\w+>?)|(?P<slash>∕)|(?P<space>\u2062)|(?P<sign>.+)")
-# what a tree becomes, as MathML and as LaTeX; what is not here is a row of its parts
-SHOWN = {
-    "text": ("<mtext>{}</mtext>", r"\text{{{}}}"), "number": ("<mn>{}</mn>", "{}"),
-    "name": ("<mi>{}</mi>", r"\mathrm{{{}}}"), "function": ("<mi>{}</mi>", r"\operatorname{{{}}}"),
-    "letter": ("<mi>{}</mi>", "{}"), "sign": ("<mo>{}</mo>", "{}"),
-    "slash": ('<mo lspace="0" rspace="0">/</mo>', "/"), "space": ('<mo rspace="0.17em">{}</mo>', r"\,"),
-    "root": ("<msqrt>{}</msqrt>", r"\sqrt{{{}}}"), "over": ("<mfrac>{}{}</mfrac>", r"\frac{{{}}}{{{}}}"),
-    "sub": ("<msub>{}{}</msub>", "{{{}}}_{{{}}}"), "sup": ("<msup>{}{}</msup>", "{{{}}}^{{{}}}"),
-    "both": ("<msubsup>{}{}{}</msubsup>", "{{{}}}_{{{}}}^{{{}}}"),
-    "under": ("<munder>{}{}</munder>", "{}_{{{}}}"),
-    "hat": ('<mover accent="true">{}<mo>^</mo></mover>', r"\hat{{{}}}"),
-    "bar": ('<mover accent="true">{}<mo>¯</mo></mover>', r"\bar{{{}}}"),
-    "ᵀ": ('<msup intent="transpose($x)"><mrow arg="x">{}</mrow><mo>T</mo></msup>', r"{{{}}}^\top"),
-    "norm": ('<mrow intent="norm($x)">{}<mrow arg="x">{}</mrow>{}</mrow>', r"\left{} {} \right{}"),
-    "fence": ("<mrow>{}{}{}</mrow>", r"\left{} {} \right{}"), "row": ("<mrow>{}</mrow>", "{}")}
-SIGNS = dict(zip("∑ ∂ ∞ · × ⊙ ± ≤ ≥ ≠ ∈ ~ ← → ⇒ ⌊ ⌋ ⌈ ⌉ ‖ { } ' '' ... mod".split(), r"""\sum \partial
-    \infty \cdot \times \odot \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor
-    \lceil \rceil \| \{ \} \prime \prime\prime \dots \bmod""".split()))
 
 
 def typeset(tree, tex=False):
     """A tree as MathML or as LaTeX."""
     if isinstance(tree, str):
-        greek = lambda m: rf"\{unicodedata.name(m[0]).split()[-1].lower()} "
-        text = SIGNS.get(tree) or re.sub("[α-ω]", greek, tree) if tex else \
-            html.escape(tree.translate(str.maketrans("-~'", "−∼′")))
-        return SHOWN[LEAF.fullmatch(tree).lastgroup][tex].format(text)
-    kind, *parts = tree
-    for i, part in enumerate(parts):                # brackets that a fraction or a root makes idle
-        if part[:2] == ("fence", "(") and (kind in ("over", "root") or kind == "row" and
-                                           [x[0] for x in part[2][1:]] == ["over"]):
-            parts[i] = part[2]
-    done = [typeset(part, tex) for part in parts]
-    if kind in ("row", "call"):
-        kind, done = "row", [(" " if tex else "").join(done)]
-    return SHOWN[kind][tex].format(*done)
+        kind = LEAF.fullmatch(tree).lastgroup
+        name = lambda m: rf"\{unicodedata.name(m[0]).split()[-1].lower()} "
+        parts = [LATEX.get(tree) or re.sub("[α-ω]", name, tree) if tex else
+                 html.escape(tree.translate(str.maketrans("-~'∕", "−∼′/")))]
+    else:                                           # a fraction or a root makes brackets idle
+        kind, *parts = tree
+        parts = [typeset(part[2] if part[:2] == ("fence", "(") and (
+            kind in ("over", "root") or kind == "row" and [x[0] for x in part[2][1:]] == ["over"])
+            else part, tex) for part in parts]
+    element, latex = SHOWN.get(kind, ("mrow", "{} " * len(parts)))
+    inner = "".join(parts)
+    if kind == "fence" and ("<mfrac" in inner or "<munder" in inner):
+        inner = inner.replace(' stretchy="false"', "")
+    return latex.format(*parts) if tex else f"<{element}>{inner}</{element.split()[0]}>"
 
 
 def equation(text, stacked=True):
     """MathML and LaTeX of a formula; it may wrap at wide blanks, in prose where = stands."""
-    parts = re.split(r"(?<!⇒)\s{2,}" if stacked else "(?<=.{9}) (?== .{5})", text)
+    parts = re.split(r"(?<!⇒)\s{2,}" if stacked else "(?<=.{5}) (?== .{5})", text)
     trees = [Formula(part if stacked else part.replace("/", "∕")).tree for part in parts]
-    start = '<math display="block" alttext="' if stacked else '<math alttext="'
-    return (" ".join(f'{start}{html.escape(part)}">{typeset(tree)}</math>' for part, tree in
+    start = "<math alttext=" if not stacked else '<math display="block" alttext='
+    return (" ".join(f'{start}"{html.escape(part)}">{typeset(tree)}</math>' for part, tree in
                      zip(parts, trees)), r" \quad ".join(typeset(tree, True) for tree in trees))
-
-
-CODE = re.compile(r'(?P<s>f?(?:"""[^\0]*?"""|"(?:\\.|[^"\\\n])*"))|(?P<c>#.*)'
-                  rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)")
 
 
 class Page:
     """The book as a page of HTML."""
 
     def __init__(self):
+        self.equations = {tag: text for card in cards() for tag, text in card.equations.items()}
         self.ids = {tag: f' id="code-{tag}"' for card in cards() for *_, tags in card.tagged
                     for tag in tags}                # each is given away once
-        self.equations = {tag: text for card in cards() for tag, text in card.equations.items()}
         # a formula in prose: names of the equations, numbers and brackets, with signs and marks
-        known = {*re.findall(r"\b(?!Head|Block|Embed)(?=\w*[A-Zα-ω\d]|\what|hs|wmax)[^\W\d_]"
-                             r"[^\W_ᵀ²³]{1,4}(?=[\W_ᵀ²³])", f"{self.equations}")}
-        name = rf"(?:{'|'.join(known)}|[A-Za-zα-ω]|(?<=· )[a-z]+)(?![A-Za-z\d])"
+        known = re.findall(r"\b(?!Head|Block|Embed)(?=\w*[A-Zα-ω\d]|\what|hs|wmax)[^\W\d_]"
+                           r"[^\W_ᵀ²³]{1,4}(?=[\W_ᵀ²³])", f"{self.equations}")
+        name = rf"(?:{'|'.join({*known})}|[A-Za-zα-ω]|(?<=· )[a-z]+)(?![A-Za-z\d])"
         inner = rf"(?:{name}|log|tanh|[^\W\d_]+(?=[_(\[²])|[_^]\w+|[\dᵀ²³]|[^\w\"`()\[\]])*"
         group = rf"(?:[(\[⌈]{inner}(?:[(\[]{inner}[)\]]{inner})*[)\]⌉]|\|{name}\|)"
         mark = rf"(?:[_^](?:{group}|[^\W_]+)|{group}|[ᵀ²³'*])"
@@ -4422,27 +4411,29 @@ class Page:
             r"|`(?P<code>[^`]+)`|\b(?P<array>[wb][qkvo]|[a-z][a-z\d]+_(?![cijktv\d]+\b)\w+)\b"
             r"|\*\*(?P<name>\w+)\.\*\*|(?P<plain>\"[^\"]*\"|\w+'s\b|(?<![\w'])'(?:[^']+'(?!\w)|\w+)"
             r"|<\w+>|(?=[\w-]*[A-Za-z]{2})\w+(?:-\w+)+(?:'s\b)?|[<>&])|(?<![\w.'])(?P<math>"
-            rf"{first}(?: ?(?:[-+±·×/=<>≤≥⊙←→]|mod) ?{term}| (?!\d){first})*)")
-
-    def mark(self, m):
-        """Prose that is a link, code or a formula."""
-        kind, found = m.lastgroup, m[m.lastgroup]
-        link = lambda to, name: f'<a href="#{to}-{name}">{name}</a>'
-        terms = self.section == "terms-and-sources"     # has numbers of cards, and no formulas
-        if kind in ("card", "chapter", "exercise"):
-            return re.sub(r"\d+\w?", lambda n: link(kind, n[0]), found)
-        if kind == "name":                          # of an exercise, or of its answer
-            here, to = ("exercise", "answer")[::-1 if self.section == "answers" else 1]
-            return f'<strong id="{here}-{found}"><a href="#{to}-{found}">{found}.</a></strong>'
-        if kind == "math" and (found in self.equations or terms and re.fullmatch(r"\d\d?", found)):
-            return link("card" if terms else "eq", found)
-        if kind == "math" and not re.fullmatch(NUMBER, found) and not terms:
-            return equation(found, False)[0]
-        found = html.escape(found, False)
-        return f"<code>{found}</code>" if kind in ("code", "array") else found
+            rf"{first}(?: ?(?:[-+±·×/=<>≤≥⊙←→]|mod) ?{term}| (?!\d){first})*)[.,;:?)]*")
 
     def inline(self, text):
-        return self.marks.sub(self.mark, text)
+        """Prose with its links, code and formulas."""
+        def shown(m):
+            kind, found = m.lastgroup, m[m.lastgroup]
+            link = lambda to, name: f'<a href="#{to}-{name}">{name}</a>'
+            if kind in ("card", "chapter", "exercise"):
+                return re.sub(r"\d+\w?", lambda n: link(kind, n[0]), found)
+            if kind == "name":                      # of an exercise, or of its answer
+                here, to = ("exercise", "answer")[::-1 if self.section == "answers" else 1]
+                return f'<strong id="{here}-{found}"><a href="#{to}-{found}">{found}.</a></strong>'
+            if kind == "math":
+                number, stop = re.fullmatch(NUMBER, found), m[0][len(found):]
+                if self.section == "terms-and-sources":         # it has cards, and no formulas
+                    return link("card", found) + stop if number and len(found) < 3 else m[0]
+                if found in self.equations:
+                    return link("eq", found) + stop
+                return m[0] if number else re.sub(      # no stop begins a line
+                    "(.*)(<math.*)", rf"\1<span>\2{stop}</span>", equation(found, False)[0])
+            found = html.escape(found, False)
+            return f"<code>{found}</code>" if kind in ("code", "array") else found
+        return self.marks.sub(shown, text)
 
     def blocks(self, text):
         """The book's Markdown as HTML."""
@@ -4484,9 +4475,9 @@ class Page:
                 r"(?s)(.*?)\s*(†?)\s*(?:\((\d+\.\d+)\))?", group).groups()
             mathml, tex = equation(formula)
             wide = max(len(re.sub("<[^>]*>", "", part)) for part in mathml.split("</math>"))
-            name = f' id="eq-{tag}"' * bool(tag)
-            link = f'<a href="#{"code" if tag in self.ids else "eq"}-{tag}">{dagger} ({tag})</a>'
-            out += f'<div class="eq" style="--w:{wide}"{name}><div>{mathml}</div>{link * bool(tag)}</div>'
+            name, to = f' id="eq-{tag}"' * bool(tag), "code" if tag in self.ids else "eq"
+            link = f'<a href="#{to}-{tag}">{dagger} ({tag})</a>' * bool(tag)
+            out += f'<div class="eq" style="--w:{wide}"{name}><div>{mathml}</div>{link}</div>'
             latex += f"<code>{html.escape(tex)}</code>"
         return f"{out}<details><summary>LaTeX</summary>{latex}</details>"
 
@@ -4494,21 +4485,21 @@ class Page:
         """Code with colours; its tags lead to equations."""
         text = CODE.sub(lambda m: f'<span class="{m.lastgroup}">{m[0]}</span>',
                         html.escape(text.strip("\n"), False))
-        return re.sub(r"(?<= )\((\d+\.\d+)\)", lambda m: f'<a{self.ids.pop(m[1], "")} href="#eq-{m[1]}">'
-                      f"{m[0]}</a>", text)
+        return re.sub(r"(?<= )\((\d+\.\d+)\)", lambda m: f'<a{self.ids.pop(m[1], "")} '
+                      f'href="#eq-{m[1]}">{m[0]}</a>', text)
 
     def code_cell(self, text):
         """The code of a card, what its demo prints, and the demo's source, folded."""
         code, demo, source = text.partition("def demo_")
-        out = f"<pre>{self.code(code)}</pre>" * bool(code)
-        if demo:
-            name = source.partition("(")[0]
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                globals()[f"demo_{name}"]()
-            out += (f"<figure>What <code>python tinygpt.py demo {name.replace('_', '-')}</code> prints:"
-                    f"<pre><samp>{html.escape(printed.getvalue())}</samp></pre><details><summary>"
-                    f"Its source</summary><pre>{self.code(demo + source)}</pre></details></figure>")
-        return out
+        code = f"<pre>{self.code(code)}</pre>" * bool(code)
+        if not demo:
+            return code
+        name = source.partition("(")[0]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            globals()[demo[4:] + name]()
+        return (f"{code}<figure>What <code>python tinygpt.py demo {name.replace('_', '-')}</code> "
+                f"prints:<pre><samp>{html.escape(printed.getvalue())}</samp></pre><details>"
+                f"<summary>Its source</summary><pre>{self.code(demo + source)}</pre></details></figure>")
 
 
 PAGE = """<!DOCTYPE html>
@@ -4521,24 +4512,25 @@ PAGE = """<!DOCTYPE html>
 * { box-sizing: border-box; } body { margin: 0; background: var(--back); color: var(--text);
   font: 1.05rem/1.55 Charter, "Bitstream Charter", Georgia, serif; }
 a { color: var(--link); text-decoration: none; } h1 a, h2 a, h3 a { color: inherit; }
-nav { padding: 1rem; font-size: .85rem; } nav ul { list-style: none; padding: 0; }
 main { max-width: 54rem; margin: 0 auto; padding: 1rem; min-width: 0; width: 100%; }
+nav { padding: 1rem; font-size: .85rem; } nav ul { list-style: none; padding: 0; }
 section { border-top: 2px solid var(--box); } .h3 { margin-left: 1rem; } figure { margin: 1rem 0; }
-p, ul, .eq, .eq ~ details { max-width: 44rem; } li p { margin: .3rem 0; } mtext { padding: 0 .3em; }
+p > span { white-space: nowrap; } p, ul, .eq, .eq ~ details { max-width: 44rem; } li p { margin: .3rem 0; } mtext { padding: 0 .3em; }
 .eq { display: flex; flex-wrap: wrap; align-items: center; gap: 0 1rem; margin: .6rem 0;
   font-size: min(1.1rem, calc(135vw / var(--w))); } .eq > a { font-size: .9rem; margin-left: auto; }
 .eq div { flex: 1 0 auto; display: flex; flex-wrap: wrap; justify-content: center; gap: .3rem 1.2rem;
-  align-items: center; max-width: 100%; } .eq math { margin: 0; }
+  align-items: center; max-width: 100%; } .eq math { margin: 0; } :target { outline: 2px solid; }
 code, pre, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: min(.8rem, 2.6vw); }
-code { font-size: .85em; overflow-wrap: anywhere; } details > code { display: block; user-select: all; }
-th, td { text-align: left; padding-right: 1rem; } table, figure, summary { font-size: .85rem; }
-figure, summary, .c { color: var(--soft); } .k { color: var(--key); } .s { color: var(--string); }
-samp { color: var(--text); } .eq + details { text-align: right; } :target { outline: 2px solid; }
+code { font-size: .85em; overflow-wrap: anywhere; } .eq + details { text-align: right; }
+details > code { display: block; user-select: all; } th, td { text-align: left; padding-right: .6rem; }
+table, figure, summary { font-size: .85rem; } samp { color: var(--text); } .k { color: var(--key); }
+figure, summary, .c { color: var(--soft); } .s { color: var(--string); }
 @media (min-width: 70rem) { body { display: grid; grid-template-columns: 18rem 1fr; }
   nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; } }
-@media print { nav, details { display: none; } body { font-size: 10pt; } section { break-inside: avoid; }
-  pre { white-space: pre-wrap; } .answer { display: block; } ::details-content { content-visibility: visible; } }
+@media print { nav, .eq + details, figure details { display: none; } pre { white-space: pre-wrap; }
+  body { font-size: 10pt; } section { break-inside: avoid; }
+  ::details-content { content-visibility: visible; } }
 </style></head><body><nav aria-label="Contents"><ul>CONTENTS</ul></nav><main>BODY</main></body></html>
 """
 
