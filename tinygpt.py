@@ -4249,10 +4249,9 @@ def cards():
     found = []
     for at, lines in cells():
         if match := re.fullmatch(r"# #+ (?:(\d+)\. )?(.+?)(?: \(\w+\))?", lines[1]):
-            way = re.search(r"backward|[(,] ?forward", lines[1].lower())
-            card = SimpleNamespace(n=int(match[1] or 0), title=match[2], line=at + 1, functions=[],
-                                   direction=way[0].strip("(, ") if way else "", equations={},
-                                   derived=[], tagged=[])
+            way = re.findall(r"backward|forward(?=\)|$)", lines[1].lower()) or [""]
+            card = SimpleNamespace(n=int(match[1] or 0), title=match[2], direction=way[0],
+                                   line=at + 1, functions=[], equations={}, derived=[], tagged=[])
         for formula, dagger, tag in re.findall(     # a line that begins with more blanks goes on
                 r"(?m)^#     (\S.*?(?:\n#      .*?)*?)\s*(†?) \((\d+\.\d+)\)$", "\n".join(lines)):
             card.equations[tag] = re.sub(r"\n#\s*", "   ", formula).strip()
@@ -4287,22 +4286,18 @@ BRACKET = re.compile("|".join(rf"\{a}[^][(){{}}⌊⌋⌈⌉|‖]*\{b}"
 MARK = r"[_^](?:[^\W_ᵀ]+|[\ue000-\uf8ff])|hat|bar|'+|[ᵀ*\ue000-\uf8ff]"
 FACTOR = re.compile(rf"([√∂]?)({NUMBER}|\.{{3}}|[∞∑·×⊙\u2062]|[^\W\d_ᵀ]+?(?=hat|bar)"
                     rf"|[^\W\d_ᵀ][^\W_ᵀ]*|<\w+>|[\ue000-\uf8ff])((?:{MARK})*)")
-SHOWN = {                                           # what is no plain row: as MathML and as LaTeX
-    "letter": ("mi", "{}"), "name": ("mi", r"\mathrm{{{}}}"), "number": ("mn", "{}"),
-    "function": ("mi", r"\operatorname{{{}}}"), "text": ("mtext", r"\text{{{}}}"),
-    "sign": ("mo", "{}"), "bracket": ('mo stretchy="false"', "{}"), "slash": ('mo lspace="0" rspace="0"', "/"),
-    "space": ('mo rspace="0.17em"', r"\,"), "root": ("msqrt", r"\sqrt{{{}}}"),
-    "sub": ("msub", "{{{}}}_{{{}}}"), "sup": ("msup", "{{{}}}^{{{}}}"), "under": ("munder", "{}_{{{}}}"),
-    "both": ("msubsup", "{{{}}}_{{{}}}^{{{}}}"), "over": ("mfrac", r"\frac{{{}}}{{{}}}"),
-    "hat": ('mover accent="true"', r"\hat{{{}}}"), "bar": ('mover accent="true"', r"\bar{{{}}}"),
-    "ᵀ": ('msup intent="transpose($x)"', r"{{{}}}^\top"), "fence": ("mrow", r"\left{} {} \right{}"),
-    "norm": ('mrow intent="norm($x)"', r"\left{} {} \right{}"), "arg": ('mrow arg="x"', "{}")}
-LATEX = dict(zip("∑ ∂ ∞ · × ⊙ ± ≤ ≥ ≠ ∈ ~ ← → ⇒ ⌊ ⌋ ⌈ ⌉ ‖ { } ' '' ...".split(), r"""\sum \partial
-    \infty \cdot \times \odot \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor
-    \lceil \rceil \| \{ \} \prime \prime\prime \dots""".split()))
-LEAF = re.compile(r"(?P<text>.* .*\w.*)|(?P<number>[\d∞.].*)|(?P<letter>\w)|(?P<slash>∕)|(?P<bracket>[][()])"
-                  "|(?P<function>log|exp|max|min|argmax|cos|tanh)|(?P<name><?\\w+>?)|(?P<space>\u2062)"
-                  "|(?P<sign>.+)")
+LEAF = re.compile(r"(?P<mtext>.* .*\w.*)|(?P<mn>[\d∞.].*)|(?P<mi>[^\W_ᵀ]+|<\w+>)|(?P<mo>.+)")
+MARKUP = dict.fromkeys("()[]", ' stretchy="false"') | {
+    "mover": ' accent="true"', "norm": ' intent="norm($x)"', "arg": ' arg="x"',
+    "∕": ' lspace="0" rspace="0"', "\u2062": ' rspace="0.17em"', "ᵀ": ' intent="transpose"'}
+LATEX = dict(zip(
+    "∑ ∂ ∞ · × ⊙ ± ≤ ≥ ≠ ∈ ~ ← → ⇒ ⌊ ⌋ ⌈ ⌉ ‖ { } ' '' ... ᵀ ^ ¯ ∕ log exp max min \u2062".split(" "), r"""
+    \sum \partial \infty \cdot \times \odot \pm \le \ge \ne \in \sim
+    \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{ \} \prime \prime\prime \dots \top
+    \hat \bar / \log \exp \max \min \,""".split())) | {
+    "msqrt": r"\sqrt{{{}}}", "mfrac": r"\frac{{{}}}{{{}}}", "msub": "{{{}}}_{{{}}}",
+    "msup": "{{{}}}^{{{}}}", "msubsup": "{{{}}}_{{{}}}^{{{}}}", "munder": "{}_{{{}}}",
+    "mover": "{1}{{{0}}}", "fence": r"\left{} {} \right{}", "norm": r"\left{} {} \right{}"}
 CODE = re.compile(r'(?P<s>f?(?:"""[^\0]*?"""|"(?:\\.|[^"\\\n])*"))|(?P<c>#.*)'
                   rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)")
 
@@ -4313,7 +4308,7 @@ class Formula:
     def __init__(self, text):
         self.text, self.brackets = text, {}
         text = re.sub("[×·]", r" \g<0> ", text.replace("²", "^2").replace("³", "^3"))
-        text = re.sub(r"(?<=\))(?=\()|(?<=\b\d)(?=[A-Za-z](?!-))", " ", text)   # (a)(b) and 2d
+        text = re.sub(r"(?<=\))(?=\()|(?<=\b\d)(?=[A-Za-z](?!-))", " ", text)   # (a)(b), 2d
         while match := BRACKET.search(text):        # the innermost first; a letter stands for each
             opens, inner, closes = match[0][0], self.row(match[0][1:-1]), match[0][-1]
             letter = chr(0xe000 + len(self.brackets))
@@ -4331,14 +4326,14 @@ class Formula:
     def term(self, text):
         """A product, or one of two products divided by the other."""
         if " / " in text + " ":
-            return ("over", *map(self.term, text.rsplit(" /", 1)))
+            return ("mfrac", *map(self.term, text.rsplit(" /", 1)))
         words = re.sub("(?<=[^·×⊙ ]) +(?=[^·×⊙ ])", " \u2062 ", text).split() or [""]
         return ("row", *map(self.factor, words)) if words[1:] else self.factor(words[0])
 
     def factor(self, word):
         """A number, a name or a bracket, with all that touches it."""
         if "/" in word:
-            return ("over", *map(self.factor, word.rsplit("/", 1)))
+            return ("mfrac", *map(self.factor, word.rsplit("/", 1)))
         if not (match := FACTOR.fullmatch(word)):
             line = THIS.read_text(encoding="utf-8").partition(self.text)[0].count("\n") + 1
             raise BadInput(f"line {line}: cannot read the formula {self.text!r} at {word!r}")
@@ -4350,33 +4345,35 @@ class Formula:
             elif mark[0] in "_^":                   # each letter of an index is a name
                 names = re.findall(r"[cijktv](?=[cijktv\d]*$)|\d+|\w+", mark[1:])
                 script = ("row", *names) if names else self.brackets[mark[1]][2]
-                kind = "sup" if mark[0] == "^" else "under" if base == "∑" else "sub"
-                tree = (kind, tree, script) if (tree[0], kind) != ("sup", "sub") else \
-                    ("both", tree[1], script, tree[2])
+                kind = "msup" if mark[0] == "^" else "munder" if base == "∑" else "msub"
+                tree = (kind, tree, script) if (tree[0], kind) != ("msup", "msub") else \
+                    ("msubsup", tree[1], script, tree[2])
             else:
-                sign = {"hat": "^", "bar": "¯", "ᵀ": "⊤"}.get(mark)
-                base = ("arg", tree) if mark == "ᵀ" else tree
-                tree = (mark, base, sign) if sign else ("sup", tree, mark)
-        return {"√": ("root", tree), "∂": ("row", "∂", tree), "": tree}[prefix]
+                tree = ("msup", tree, mark) if mark not in ("hat", "bar") else \
+                    ("mover", tree, "^" if mark == "hat" else "¯")
+        return {"√": ("msqrt", tree), "∂": ("row", "∂", tree), "": tree}[prefix]
 
 
 def typeset(tree, tex=False):
     """A tree as MathML or as LaTeX."""
     if isinstance(tree, str):
         kind = LEAF.fullmatch(tree).lastgroup
-        name = lambda m: rf"\{unicodedata.name(m[0]).split()[-1].lower()} "
-        parts = [LATEX.get(tree) or re.sub("[α-ω]", name, tree) if tex else
-                 html.escape(tree.translate(str.maketrans("-~'∕", "−∼′/")))]
-    else:                                           # a fraction or a root makes brackets idle
-        kind, *parts = tree
-        parts = [typeset(part[2] if part[:2] == ("fence", "(") and (
-            kind in ("over", "root") or kind == "row" and [x[0] for x in part[2][1:]] == ["over"])
-            else part, tex) for part in parts]
-    element, latex = SHOWN.get(kind, ("mrow", "{} " * len(parts)))
-    inner = "".join(parts)
-    if kind == "fence" and ("<mfrac" in inner or "<munder" in inner):
+        if not tex:
+            shown = html.escape(tree.translate(str.maketrans("-~'∕ᵀ", "−∼′/⊤")))
+            return f"<{kind}{MARKUP.get(tree, '')}>{shown}</{kind}>"
+        greek = lambda m: rf"\{unicodedata.name(m[0]).split()[-1].lower()} "
+        form = {"mtext": r"\text{%s}", "mi": r"\mathrm{%s}" if tree[1:] else "%s"}.get(kind, "%s")
+        return LATEX.get(tree) or re.sub("[α-ω]", greek, form % tree)
+    kind, *parts = tree
+    parts = [typeset(part[2] if part[:2] == ("fence", "(") and (       # brackets no longer needed
+        kind in ("mfrac", "msqrt") or kind == "row" and [x[0] for x in part[2][1:]] == ["mfrac"])
+        else part, tex) for part in parts]
+    if tex:
+        return LATEX.get(kind, " ".join(["{}"] * len(parts))).format(*parts)
+    inner, element = "".join(parts), kind if kind[0] == "m" else "mrow"
+    if kind == "fence" and re.search("<mfrac|<munder", inner):
         inner = inner.replace(' stretchy="false"', "")
-    return latex.format(*parts) if tex else f"<{element}>{inner}</{element.split()[0]}>"
+    return f"<{element}{MARKUP.get(kind, '')}>{inner}</{element}>"
 
 
 def equation(text, stacked=True):
@@ -4438,7 +4435,7 @@ class Page:
     def blocks(self, text):
         """The book's Markdown as HTML."""
         out = ""
-        for block in re.split(r"\n\n(?!  (?:    )?\S)", text.rstrip()):     # those go on with an item
+        for block in re.split(r"\n\n(?!  (?:    )?\S)", text.rstrip()):   # those go on with an item
             if match := re.match(r"(#+) ((?:(Chapter )?(\d+)\. )?.+)", block):
                 level, title, chapter, number = match.groups()
                 self.section = re.sub(r"\W+", "-", title.lower()) if not number else \
@@ -4499,39 +4496,39 @@ class Page:
             globals()[demo[4:] + name]()
         return (f"{code}<figure>What <code>python tinygpt.py demo {name.replace('_', '-')}</code> "
                 f"prints:<pre><samp>{html.escape(printed.getvalue())}</samp></pre><details>"
-                f"<summary>Its source</summary><pre>{self.code(demo + source)}</pre></details></figure>")
+                f"<summary>Source</summary><pre>{self.code(demo + source)}</pre></details></figure>")
 
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"/><title>tinygpt: a complete GPT in one file</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"/><style>
-:root { color-scheme: light dark; --back: #fdfdfb; --text: #1f1f1f; --soft: #5b5b5b; --box: #f3f2ec;
-  --link: #0b5394; --key: #8a1c7c; --string: #1e6b2b; }
-@media (prefers-color-scheme: dark) { :root { --back: #17181a; --text: #e4e4e0; --soft: #a8a8a2;
-  --box: #24262a; --link: #8ab8f0; --key: #dd9be0; --string: #93cc96; } }
-* { box-sizing: border-box; } body { margin: 0; background: var(--back); color: var(--text);
-  font: 1.05rem/1.55 Charter, "Bitstream Charter", Georgia, serif; }
-a { color: var(--link); text-decoration: none; } h1 a, h2 a, h3 a { color: inherit; }
-main { max-width: 54rem; margin: 0 auto; padding: 1rem; min-width: 0; width: 100%; }
+:root { color-scheme: light dark; --soft: light-dark(#5b5b5b, #a8a8a2); --box: light-dark(#f3f2ec,
+  #24262a); --key: light-dark(#8a1c7c, #dd9be0); --string: light-dark(#1e6b2b, #93cc96); }
+* { box-sizing: border-box; } body { margin: 0; background: light-dark(#fdfdfb, #17181a);
+  color: light-dark(#1f1f1f, #e4e4e0); font: 1.05rem/1.55 Charter, Georgia, serif; }
+a { color: light-dark(#0b5394, #8ab8f0); text-decoration: none; }
+h1 a, h2 a, h3 a { color: inherit; } .k { color: var(--key); } .s { color: var(--string); }
 nav { padding: 1rem; font-size: .85rem; } nav ul { list-style: none; padding: 0; }
+main { max-width: 54rem; margin: 0 auto; padding: 1rem; min-width: 0; width: 100%; }
 section { border-top: 2px solid var(--box); } .h3 { margin-left: 1rem; } figure { margin: 1rem 0; }
-p > span { white-space: nowrap; } p, ul, .eq, .eq ~ details { max-width: 44rem; } li p { margin: .3rem 0; } mtext { padding: 0 .3em; }
+p, ul, .eq, .eq ~ details { max-width: 44rem; } p > span { white-space: nowrap; }
+li p { margin: .3rem 0; } mtext { padding: 0 .3em; } :target { outline: 2px solid; }
 .eq { display: flex; flex-wrap: wrap; align-items: center; gap: 0 1rem; margin: .6rem 0;
   font-size: min(1.1rem, calc(135vw / var(--w))); } .eq > a { font-size: .9rem; margin-left: auto; }
-.eq div { flex: 1 0 auto; display: flex; flex-wrap: wrap; justify-content: center; gap: .3rem 1.2rem;
-  align-items: center; max-width: 100%; } .eq math { margin: 0; } :target { outline: 2px solid; }
+.eq div { flex: 1 0 auto; display: flex; flex-wrap: wrap; justify-content: center;
+  align-items: center; gap: .3rem 1.2rem; max-width: 100%; } .eq math { margin: 0; }
 code, pre, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: min(.8rem, 2.6vw); }
 code { font-size: .85em; overflow-wrap: anywhere; } .eq + details { text-align: right; }
-details > code { display: block; user-select: all; } th, td { text-align: left; padding-right: .6rem; }
-table, figure, summary { font-size: .85rem; } samp { color: var(--text); } .k { color: var(--key); }
-figure, summary, .c { color: var(--soft); } .s { color: var(--string); }
+details > code { display: block; user-select: all; } summary, .c { color: var(--soft); }
+th, td { text-align: left; padding-right: .6rem; } table, figure, summary { font-size: .85rem; }
 @media (min-width: 70rem) { body { display: grid; grid-template-columns: 18rem 1fr; }
   nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; } }
 @media print { nav, .eq + details, figure details { display: none; } pre { white-space: pre-wrap; }
   body { font-size: 10pt; } section { break-inside: avoid; }
   ::details-content { content-visibility: visible; } }
-</style></head><body><nav aria-label="Contents"><ul>CONTENTS</ul></nav><main>BODY</main></body></html>
+</style></head><body><nav aria-label="Contents"><ul>CONTENTS</ul></nav><main>BODY</main></body>
+</html>
 """
 
 
