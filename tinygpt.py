@@ -4288,16 +4288,15 @@ FACTOR = re.compile(rf"([√∂]?)({NUMBER}|\.{{3}}|[∞∑·×⊙\u2062]|[^\W\d
                     rf"|[^\W\d_ᵀ][^\W_ᵀ]*|<\w+>|[\ue000-\uf8ff])((?:{MARK})*)")
 LEAF = re.compile(r"(?P<mtext>.* .*\w.*)|(?P<mn>[\d∞.].*)|(?P<mi>[^\W_ᵀ]+|<\w+>)|(?P<mo>.+)")
 MARKUP = dict.fromkeys("()[]", ' stretchy="false"') | {
-    "mover": ' accent="true"', "norm": ' intent="norm($x)"', "arg": ' arg="x"',
-    "∕": ' lspace="0" rspace="0"', "\u2062": ' rspace="0.17em"', "ᵀ": ' intent="transpose"'}
-LATEX = dict(zip(
-    "∑ ∂ ∞ · × ⊙ ± ≤ ≥ ≠ ∈ ~ ← → ⇒ ⌊ ⌋ ⌈ ⌉ ‖ { } ' '' ... ᵀ ^ ¯ ∕ log exp max min \u2062".split(" "), r"""
-    \sum \partial \infty \cdot \times \odot \pm \le \ge \ne \in \sim
-    \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{ \} \prime \prime\prime \dots \top
-    \hat \bar / \log \exp \max \min \,""".split())) | {
-    "msqrt": r"\sqrt{{{}}}", "mfrac": r"\frac{{{}}}{{{}}}", "msub": "{{{}}}_{{{}}}",
-    "msup": "{{{}}}^{{{}}}", "msubsup": "{{{}}}_{{{}}}^{{{}}}", "munder": "{}_{{{}}}",
-    "mover": "{1}{{{0}}}", "fence": r"\left{} {} \right{}", "norm": r"\left{} {} \right{}"}
+    "∕": ' lspace="0" rspace="0"', "\u2062": ' rspace="0.17em"', "ᵀ": ' intent="transpose"',
+    "mover": ' accent="true"', "norm": ' intent="norm($x)"', "arg": ' arg="x"'}
+LATEX = dict(zip("∑∂∞·×⊙±≤≥≠∈~←→⇒⌊⌋⌈⌉‖{}'ᵀ^¯∕\u2062", r"""\sum \partial \infty \cdot \times \odot
+    \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{ \} \prime
+    \top \hat \bar / \,""".split())) | {"''": r"\prime\prime", "...": r"\dots", "log": r"\log",
+    "exp": r"\exp", "max": r"\max", "min": r"\min", "msqrt": r"\sqrt{{{}}}", "munder": "{}_{{{}}}",
+    "mfrac": r"\frac{{{}}}{{{}}}", "msub": "{{{}}}_{{{}}}", "msup": "{{{}}}^{{{}}}",
+    "msubsup": "{{{}}}_{{{}}}^{{{}}}", "mover": "{1}{{{0}}}", "fence": r"\left{} {} \right{}",
+    "norm": r"\left{} {} \right{}"}
 CODE = re.compile(r'(?P<s>f?(?:"""[^\0]*?"""|"(?:\\.|[^"\\\n])*"))|(?P<c>#.*)'
                   rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)")
 
@@ -4412,25 +4411,25 @@ class Page:
 
     def inline(self, text):
         """Prose with its links, code and formulas."""
-        def shown(m):
-            kind, found = m.lastgroup, m[m.lastgroup]
-            link = lambda to, name: f'<a href="#{to}-{name}">{name}</a>'
-            if kind in ("card", "chapter", "exercise"):
-                return re.sub(r"\d+\w?", lambda n: link(kind, n[0]), found)
-            if kind == "name":                      # of an exercise, or of its answer
-                here, to = ("exercise", "answer")[::-1 if self.section == "answers" else 1]
-                return f'<strong id="{here}-{found}"><a href="#{to}-{found}">{found}.</a></strong>'
-            if kind == "math":
-                number, stop = re.fullmatch(NUMBER, found), m[0][len(found):]
-                if self.section == "terms-and-sources":         # it has cards, and no formulas
-                    return link("card", found) + stop if number and len(found) < 3 else m[0]
-                if found in self.equations:
-                    return link("eq", found) + stop
-                return m[0] if number else re.sub(      # no stop begins a line
-                    "(.*)(<math.*)", rf"\1<span>\2{stop}</span>", equation(found, False)[0])
-            found = html.escape(found, False)
-            return f"<code>{found}</code>" if kind in ("code", "array") else found
-        return self.marks.sub(shown, text)
+        return self.marks.sub(self.shown, text)
+
+    def shown(self, m):
+        kind, found = m.lastgroup, m[m.lastgroup]
+        link = lambda to, name: f'<a href="#{to}-{name}">{name}</a>'
+        if kind in ("card", "chapter", "exercise"):
+            return re.sub(r"\d+\w?", lambda n: link(kind, n[0]), found)
+        if kind == "name":                          # of an exercise, or of its answer
+            here, to = ("exercise", "answer")[::-1 if self.section == "answers" else 1]
+            return f'<strong id="{here}-{found}"><a href="#{to}-{found}">{found}.</a></strong>'
+        if kind == "math":
+            number, stop = re.fullmatch(NUMBER, found), m[0][len(found):]
+            if self.section == "terms-and-sources":     # it has numbers of cards, and no formulas
+                return link("card", found) + stop if number and len(found) < 3 else m[0]
+            if number:
+                return link("eq", found) + stop if found in self.equations else m[0]
+            return re.sub("(.*)(<math.*)", rf"\1<span>\2{stop}</span>", equation(found, False)[0])
+        found = html.escape(found, False)
+        return f"<code>{found}</code>" if kind in ("code", "array") else found
 
     def blocks(self, text):
         """The book's Markdown as HTML."""
@@ -4488,15 +4487,15 @@ class Page:
     def code_cell(self, text):
         """The code of a card, what its demo prints, and the demo's source, folded."""
         code, demo, source = text.partition("def demo_")
-        code = f"<pre>{self.code(code)}</pre>" * bool(code)
         if not demo:
-            return code
-        name = source.partition("(")[0]
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            globals()[demo[4:] + name]()
-        return (f"{code}<figure>What <code>python tinygpt.py demo {name.replace('_', '-')}</code> "
-                f"prints:<pre><samp>{html.escape(printed.getvalue())}</samp></pre><details>"
-                f"<summary>Source</summary><pre>{self.code(demo + source)}</pre></details></figure>")
+            return f"<pre>{self.code(code)}</pre>"
+        name, printed = source.partition("(")[0], io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            globals()[f"demo_{name}"]()
+        return (f"<pre>{self.code(code)}</pre><figure>What <code>python tinygpt.py demo "
+                f"{name.replace('_', '-')}</code> prints:<pre><samp>"
+                f"{html.escape(printed.getvalue())}</samp></pre><details><summary>Its source"
+                f"</summary><pre>{self.code(demo + source)}</pre></details></figure>")
 
 
 PAGE = """<!DOCTYPE html>
@@ -4506,27 +4505,25 @@ PAGE = """<!DOCTYPE html>
   #24262a); --key: light-dark(#8a1c7c, #dd9be0); --string: light-dark(#1e6b2b, #93cc96); }
 * { box-sizing: border-box; } body { margin: 0; background: light-dark(#fdfdfb, #17181a);
   color: light-dark(#1f1f1f, #e4e4e0); font: 1.05rem/1.55 Charter, Georgia, serif; }
-a { color: light-dark(#0b5394, #8ab8f0); text-decoration: none; }
-h1 a, h2 a, h3 a { color: inherit; } .k { color: var(--key); } .s { color: var(--string); }
-nav { padding: 1rem; font-size: .85rem; } nav ul { list-style: none; padding: 0; }
+a { color: light-dark(#0b5394, #8ab8f0); text-decoration: none; } :target { outline: 2px solid; }
 main { max-width: 54rem; margin: 0 auto; padding: 1rem; min-width: 0; width: 100%; }
+nav { padding: 1rem; font-size: .85rem; } nav ul { list-style: none; padding: 0; }
 section { border-top: 2px solid var(--box); } .h3 { margin-left: 1rem; } figure { margin: 1rem 0; }
-p, ul, .eq, .eq ~ details { max-width: 44rem; } p > span { white-space: nowrap; }
-li p { margin: .3rem 0; } mtext { padding: 0 .3em; } :target { outline: 2px solid; }
-.eq { display: flex; flex-wrap: wrap; align-items: center; gap: 0 1rem; margin: .6rem 0;
-  font-size: min(1.1rem, calc(135vw / var(--w))); } .eq > a { font-size: .9rem; margin-left: auto; }
-.eq div { flex: 1 0 auto; display: flex; flex-wrap: wrap; justify-content: center;
-  align-items: center; gap: .3rem 1.2rem; max-width: 100%; } .eq math { margin: 0; }
+p, ul, .eq, .eq ~ details { max-width: 44rem; } li p { margin: .3rem 0; } mtext { padding: 0 .3em; }
+.eq, .eq div { display: flex; flex-wrap: wrap; align-items: center; gap: 0 1rem; margin: .4rem 0; }
+.eq { font-size: min(1.1rem, calc(135vw / var(--w))); }
+.eq > a { font-size: .9rem; margin-left: auto; }
+.eq div { flex: 1 0 auto; justify-content: center; max-width: 100%; } .eq math { margin: 0; }
 code, pre, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: min(.8rem, 2.6vw); }
-code { font-size: .85em; overflow-wrap: anywhere; } .eq + details { text-align: right; }
+p > span { white-space: nowrap; } code { font-size: .85em; overflow-wrap: anywhere; }
 details > code { display: block; user-select: all; } summary, .c { color: var(--soft); }
 th, td { text-align: left; padding-right: .6rem; } table, figure, summary { font-size: .85rem; }
+.k { color: var(--key); } .s { color: var(--string); } pre:empty { display: none; }
 @media (min-width: 70rem) { body { display: grid; grid-template-columns: 18rem 1fr; }
   nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; } }
 @media print { nav, .eq + details, figure details { display: none; } pre { white-space: pre-wrap; }
-  body { font-size: 10pt; } section { break-inside: avoid; }
-  ::details-content { content-visibility: visible; } }
+  section { break-inside: avoid; } ::details-content { content-visibility: visible; } }
 </style></head><body><nav aria-label="Contents"><ul>CONTENTS</ul></nav><main>BODY</main></body>
 </html>
 """
@@ -4534,10 +4531,11 @@ th, td { text-align: left; padding-right: .6rem; } table, figure, summary { font
 
 def run_book(options):
     """Write the book as one page for a browser."""
-    page = Page()
-    body = "".join(page.blocks("\n".join(line[2:] for line in lines[1:]))
-                   if "[markdown]" in lines[0] else page.code_cell("\n".join(lines[1:]))
-                   for _, lines in cells()).removeprefix("</section>") + "</section>"
+    page, body = Page(), ""
+    for _, (head, *lines) in cells():
+        body += page.blocks("\n".join(line[2:] for line in lines)) if "[markdown]" in head else \
+            page.code_cell("\n".join(lines))
+    body = body.removeprefix("</section>") + "</section>"
     contents = re.sub(r"(?s).*?<(h\d)>(<a.*?</a>)|.+", r'<li class="\1">\2</li>', body)
     Path(options.out).write_text(PAGE.replace("CONTENTS", contents).replace("BODY", body), "utf-8")
     tell(f"the book as a page is in {options.out}: open it in a browser")
