@@ -4291,9 +4291,10 @@ MARKUP = dict.fromkeys("()[]", ' stretchy="false"') | {
     "∕": ' lspace="0" rspace="0"', "\u2062": ' rspace="0.17em"', "ᵀ": ' intent="transpose"',
     "mover": ' accent="true"', "norm": ' intent="norm($x)"', "arg": ' arg="x"'}
 LATEX = dict(zip("∑∂∞·×⊙±≤≥≠∈~←→⇒⌊⌋⌈⌉‖{}'ᵀ^¯∕\u2062", r"""\sum \partial \infty \cdot \times \odot
-    \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{ \} \prime
-    \top \hat \bar / \,""".split())) | {"''": r"\prime\prime", "...": r"\dots", "log": r"\log",
-    "exp": r"\exp", "max": r"\max", "min": r"\min", "msqrt": r"\sqrt{{{}}}", "munder": "{}_{{{}}}",
+    \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{ \}
+    \prime \top \hat \bar / \,""".split())) | {
+    "''": r"\prime\prime", "...": r"\dots", "log": r"\log", "exp": r"\exp", "max": r"\max",
+    "min": r"\min", "msqrt": r"\sqrt{{{}}}", "munder": "{}_{{{}}}",
     "mfrac": r"\frac{{{}}}{{{}}}", "msub": "{{{}}}_{{{}}}", "msup": "{{{}}}^{{{}}}",
     "msubsup": "{{{}}}_{{{}}}^{{{}}}", "mover": "{1}{{{0}}}", "fence": r"\left{} {} \right{}",
     "norm": r"\left{} {} \right{}"}
