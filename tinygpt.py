@@ -4380,9 +4380,9 @@ def equation(text, stacked=True):
     """MathML and LaTeX of a formula; it may wrap at wide blanks, in prose where = stands."""
     parts = re.split(r"(?<!⇒)\s{2,}" if stacked else "(?<=.{5}) (?== .{5})", text)
     trees = [Formula(part if stacked else part.replace("/", "∕")).tree for part in parts]
-    start = "<math alttext=" if not stacked else '<math display="block" alttext='
-    return (" ".join(f'{start}"{html.escape(part)}">{typeset(tree)}</math>' for part, tree in
-                     zip(parts, trees)), r" \quad ".join(typeset(tree, True) for tree in trees))
+    mathml = (f'<math alttext="{html.escape(part)}">{typeset(tree)}</math>'
+              for part, tree in zip(parts, trees))
+    return " ".join(mathml), r" \quad ".join(typeset(tree, True) for tree in trees)
 
 
 class Page:
@@ -4514,7 +4514,8 @@ p, ul, .eq, .eq ~ details { max-width: 44rem; } li p { margin: .3rem 0; } mtext 
 .eq, .eq div { display: flex; flex-wrap: wrap; align-items: center; gap: 0 1rem; margin: .4rem 0; }
 .eq { font-size: min(1.1rem, calc(135vw / var(--w))); }
 .eq > a { font-size: .9rem; margin-left: auto; }
-.eq div { flex: 1 0 auto; justify-content: center; max-width: 100%; } .eq math { margin: 0; }
+.eq div { flex: 1 0 auto; justify-content: center; max-width: 100%; }
+.eq math { display: block math; math-style: normal; }
 code, pre, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: min(.8rem, 2.6vw); }
 p > span { white-space: nowrap; } code { font-size: .85em; overflow-wrap: anywhere; }
