@@ -4249,8 +4249,8 @@ def cards():
     found = []
     for at, lines in cells():
         if match := re.fullmatch(r"# #+ (?:(\d+)\. )?(.+?)(?: \(\w+\))?", lines[1]):
-            way = re.findall(r"backward|forward(?=\)|$)", lines[1].lower()) or [""]
-            card = SimpleNamespace(n=int(match[1] or 0), title=match[2], direction=way[0],
+            way = re.findall(r"backward|forward(?=\)|$)", lines[1].lower())
+            card = SimpleNamespace(n=int(match[1] or 0), title=match[2], direction="".join(way[:1]),
                                    line=at + 1, functions=[], equations={}, derived=[], tagged=[])
         for formula, dagger, tag in re.findall(     # a line that begins with more blanks goes on
                 r"(?m)^#     (\S.*?(?:\n#      .*?)*?)\s*(†?) \((\d+\.\d+)\)$", "\n".join(lines)):
@@ -4403,18 +4403,16 @@ class Page:
                        rf"|[^\W\d_]+(?={mark})|{NUMBER}|∞|∑(?=_)|{group}){mark}*"
                        for start in (r"(?![aAI](?:[\s.,;:?)]|$))", ""))
         some = r"s? \d+(?:(?:,| and| to) \d+)*"
-        self.marks = re.compile(
+        marks = re.compile(
             rf"\b(?P<card>[Cc]ard{some})|\b(?P<chapter>[Cc]hapter{some})|\b(?P<exercise>\d+[a-c])\b"
             r"|`(?P<code>[^`]+)`|\b(?P<array>[wb][qkvo]|[a-z][a-z\d]+_(?![cijktv\d]+\b)\w+)\b"
             r"|\*\*(?P<name>\w+)\.\*\*|(?P<plain>\"[^\"]*\"|\w+'s\b|(?<![\w'])'(?:[^']+'(?!\w)|\w+)"
             r"|<\w+>|(?=[\w-]*[A-Za-z]{2})\w+(?:-\w+)+(?:'s\b)?|[<>&])|(?<![\w.'])(?P<math>"
             rf"{first}(?: ?(?:[-+±·×/=<>≤≥⊙←→]|mod) ?{term}| (?!\d){first})*)[.,;:?)]*")
-
-    def inline(self, text):
-        """Prose with its links, code and formulas."""
-        return self.marks.sub(self.shown, text)
+        self.inline = lambda text: marks.sub(self.shown, text)
 
     def shown(self, m):
+        """What is more than words in prose: links, code and formulas."""
         kind, found = m.lastgroup, m[m.lastgroup]
         link = lambda to, name: f'<a href="#{to}-{name}">{name}</a>'
         if kind in ("card", "chapter", "exercise"):
@@ -4445,8 +4443,8 @@ class Page:
             elif block[:2] == "- ":
                 for item in re.split(r"\n+(?=- )", block):
                     inner = self.blocks(re.sub("(?m)^(- |  )", "", item))
-                    out += f"<ul><li>{inner}</li></ul>" if self.section != "answers" else (
-                        f"<details><summary>{item[4:item.index('.')]}</summary>{inner}</details>")
+                    out += f"<ul><li>{inner}</li></ul>" if self.section != "answers" else \
+                        f"<details><summary>Answer {item[4:7].strip('.*')}</summary>{inner}</details>"
             elif block[:4] == "    ":
                 out += self.apart(re.sub("(?m)^    ", "", block))
             else:
