@@ -4441,10 +4441,10 @@ class Page:
                 out += (f'</section><section id="{self.section}"><h{len(level)}>'
                         f'<a href="#{self.section}">{title}</a></h{len(level)}>')
             elif block[:2] == "- ":
-                for item in re.split(r"\n+(?=- )", block):
-                    inner = self.blocks(re.sub("(?m)^(- |  )", "", item))
-                    out += f"<ul><li>{inner}</li></ul>" if self.section != "answers" else \
-                        f"<details><summary>Answer {item[4:7].strip('.*')}</summary>{inner}</details>"
+                for one in re.split(r"\n+(?=- )", block):
+                    body = self.blocks(re.sub("(?m)^(- |  )", "", one))
+                    out += f"<ul><li>{body}</li></ul>" if self.section != "answers" else \
+                        f"<details><summary>Answer {one[4:7].strip('.*')}</summary>{body}</details>"
             elif block[:4] == "    ":
                 out += self.apart(re.sub("(?m)^    ", "", block))
             else:
