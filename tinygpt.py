@@ -4336,7 +4336,7 @@ class Formula:
             return ("mfrac", *map(self.factor, word.rsplit("/", 1)))
         if not (match := FACTOR.fullmatch(word)):
             line = THIS.read_text(encoding="utf-8").partition(self.text)[0].count("\n") + 1
-            raise BadInput(f"line {line}: cannot read the formula {self.text!r} at {word!r}")
+            raise BadInput(f"line {line}: cannot read the formula {self.text!r}")
         prefix, base, marks = match.groups()
         tree = self.brackets.get(base, base)
         for mark in re.findall(MARK, marks):
@@ -4426,8 +4426,10 @@ class Page:
                 return link("card", found) + stop if number and len(found) < 3 else m[0]
             if number:
                 return link("eq", found) + stop if found in self.equations else m[0]
-            return re.sub("(.*)(<math.*)", rf"\1<span>\2{stop}</span>", equation(found, False)[0])
-        found = html.escape(found, False)
+            with contextlib.suppress(BadInput):
+                return re.sub("(.*)(<math.*)", rf"\1<span>\2{stop}</span>",
+                              equation(found, False)[0])
+        found = html.escape(found if kind != "math" else m[0], False)
         return f"<code>{found}</code>" if kind in ("code", "array") else found
 
     def blocks(self, text):
@@ -4491,8 +4493,8 @@ class Page:
         name, printed = source.partition("(")[0], io.StringIO()
         with contextlib.redirect_stdout(printed):
             globals()[f"demo_{name}"]()
-        return (f"<pre>{self.code(code)}</pre><figure>What <code>python tinygpt.py demo "
-                f"{name.replace('_', '-')}</code> prints:<pre><samp>"
+        return (f"<pre>{self.code(code)}</pre><figure><figcaption>What <code>python tinygpt.py demo "
+                f"{name.replace('_', '-')}</code> prints</figcaption><pre><samp>"
                 f"{html.escape(printed.getvalue())}</samp></pre><details><summary>Its source"
                 f"</summary><pre>{self.code(demo + source)}</pre></details></figure>")
 
