@@ -4490,12 +4490,12 @@ class Page:
         code, demo, source = text.partition("def demo_")
         if not demo:
             return f"<pre>{self.code(code)}</pre>"
-        name, printed = source.partition("(")[0], io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        name, out = source.partition("(")[0], io.StringIO()
+        with contextlib.redirect_stdout(out):
             globals()[f"demo_{name}"]()
-        return (f"<pre>{self.code(code)}</pre><figure><figcaption>What <code>python tinygpt.py demo "
-                f"{name.replace('_', '-')}</code> prints</figcaption><pre><samp>"
-                f"{html.escape(printed.getvalue())}</samp></pre><details><summary>Its source"
+        return (f"<pre>{self.code(code)}</pre><figure><figcaption>What <code>python tinygpt.py "
+                f"demo {name.replace('_', '-')}</code> prints</figcaption><pre><samp>"
+                f"{html.escape(out.getvalue())}</samp></pre><details><summary>Its source"
                 f"</summary><pre>{self.code(demo + source)}</pre></details></figure>")
 
 
