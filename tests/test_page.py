@@ -302,16 +302,13 @@ def changes(text):
     """The formula with one place changed: a sign, an index, a transpose, a factor."""
     swap = {"+": "-", "-": "+", "ᵀ": "", "²": "", "√": "", " / ": " · ", " · ": " / "}
     indices = sorted({*"".join(re.findall(r"_([cijktv]+)(?![a-z])", text))})
-    places = [(m.start(), m.end(), [swap[m[0]]]) for m in re.finditer(
-        r"(?<= )[-+](?= )|(?<!\S)-(?=\S)|[ᵀ²√]| [·/] ", text)]
-    places += [(k, k + 1, indices) for m in re.finditer(r"(?<=_)[cijktv]+(?![a-z])", text)
-               for k in range(m.start(), m.end())]
-    places += [(m.end(), m.end(), ["ᵀ"]) for m in
-               re.finditer(r"\bd?[A-Z][a-z]?(?![\w(\[²ᵀ'])", text)]
-    places += [(m.start(), m.end(), [f"{int(m[0]) + 1}"]) for m in
-               re.finditer(r"(?<![\w.])\d+(?![\w.])", text)]
-    places += [(m.start(), m.end(), [""]) for m in re.finditer(r"(?<=[ (])\w+ (?=[\w(√∑])", text)]
-    return {text[:a] + new + text[b:] for a, b, news in places for new in news} - {text}
+    rules = [(r"(?<= )[-+](?= )|(?<!\S)-(?=\S)|[ᵀ²√]| [·/] ", lambda old: [swap[old]]),
+             (r"(?:(?<=_)|(?<=_[cijktv]))[cijktv](?=[cijktv]*(?![a-z]))", lambda old: indices),
+             (r"\bd?[A-Z][a-z]?(?![\w(\[²ᵀ'])", lambda old: [f"{old}ᵀ"]),
+             (r"(?<![\w.])\d+(?![\w.])", lambda old: [f"{int(old) + 1}"]),
+             (r"(?<=[ (])\w+ (?=[\w(√∑])", lambda old: [""])]
+    return {text[:m.start()] + new + text[m.end():] for rule, news in rules
+            for m in re.finditer(rule, text) for new in news(m[0])} - {text}
 
 
 def test_an_error_in_one_place_of_an_equation_is_noticed():
