@@ -4359,7 +4359,8 @@ def typeset(tree, tex=False):
     if isinstance(tree, str):
         kind = LEAF.fullmatch(tree).lastgroup
         if not tex:
-            shown = html.escape(tree.translate(str.maketrans("-~'∕ᵀ", "−∼′/⊤")))
+            signs = str.maketrans("-~'∕ᵀ", "−∼′/⊤") if kind == "mo" else {}
+            shown = html.escape(tree.translate(signs))
             return f"<{kind}{MARKUP.get(tree, '')}>{shown}</{kind}>"
         greek = lambda m: rf"\{unicodedata.name(m[0]).split()[-1].lower()} "
         form = {"mtext": r"\text{%s}", "mi": r"\mathrm{%s}" if tree[1:] else "%s"}.get(kind, "%s")
@@ -4507,21 +4508,19 @@ PAGE = """<!DOCTYPE html>
 * { box-sizing: border-box; } body { margin: 0; background: light-dark(#fdfdfb, #17181a);
   color: light-dark(#1f1f1f, #e4e4e0); font: 1.05rem/1.55 Charter, Georgia, serif; }
 a { color: light-dark(#0b5394, #8ab8f0); text-decoration: none; } :target { outline: 2px solid; }
-main { max-width: 54rem; margin: 0 auto; padding: 1rem; min-width: 0; width: 100%; }
-nav { padding: 1rem; font-size: .85rem; } nav ul { list-style: none; padding: 0; }
+main, nav { padding: 1rem; } main { max-width: 54rem; margin: 0 auto; min-width: 0; width: 100%; }
+nav, table, figure, summary { font-size: .85rem; } nav ul { list-style: none; padding: 0; }
 section { border-top: 2px solid var(--box); } .h3 { margin-left: 1rem; } figure { margin: 1rem 0; }
-p, ul, .eq, .eq ~ details { max-width: 44rem; } li p { margin: .3rem 0; } mtext { padding: 0 .3em; }
+p, ul, .eq { max-width: 44rem; } li p { margin: .3rem 0; } p > span { white-space: nowrap; }
 .eq, .eq div { display: flex; flex-wrap: wrap; align-items: center; gap: 0 1rem; margin: .4rem 0; }
-.eq { font-size: min(1.1rem, calc(135vw / var(--w))); }
-.eq > a { font-size: .9rem; margin-left: auto; }
-.eq div { flex: 1 0 auto; justify-content: center; max-width: 100%; }
-.eq math { display: block math; math-style: normal; }
-code, pre, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
+.eq { font-size: min(1.1rem, calc(135vw / var(--w))); } .eq > a { font-size: .9rem;
+  margin-left: auto; } .eq math { display: block math; math-style: normal; }
+.eq div { flex: 1 0 auto; justify-content: center; max-width: 100%; } pre:empty { display: none; }
 pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: min(.8rem, 2.6vw); }
-p > span { white-space: nowrap; } code { font-size: .85em; overflow-wrap: anywhere; }
-details > code { display: block; user-select: all; } summary, .c { color: var(--soft); }
-th, td { text-align: left; padding-right: .6rem; } table, figure, summary { font-size: .85rem; }
-.k { color: var(--key); } .s { color: var(--string); } pre:empty { display: none; }
+code, pre, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
+code { font-size: .85em; overflow-wrap: anywhere; } mtext { padding: 0 .3em; }
+details > code { display: block; user-select: all; } th, td { text-align: left; padding-right: 1em; }
+summary, .c { color: var(--soft); } .k { color: var(--key); } .s { color: var(--string); }
 @media (min-width: 70rem) { body { display: grid; grid-template-columns: 18rem 1fr; }
   nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; } }
 @media print { nav, .eq + details, figure details { display: none; } pre { white-space: pre-wrap; }
