@@ -4289,15 +4289,15 @@ FACTOR = re.compile(rf"([√∂]?)({NUMBER}|\.{{3}}|[∞∑·×⊙\u2062]|[^\W\d
 LEAF = re.compile(r"(?P<mtext>.* .*\w.*)|(?P<mn>[\d∞.].*)|(?P<mi>[^\W_ᵀ]+|<\w+>)|(?P<mo>.+)")
 MARKUP = dict.fromkeys("()[]", ' stretchy="false"') | {
     "∕": ' lspace="0" rspace="0"', "\u2062": ' rspace="0.17em"', "ᵀ": ' intent="transpose"',
-    "mover": ' accent="true"', "norm": ' intent="norm($x)"', "arg": ' arg="x"'}
+    "mover": ' accent="true"', "‖‖": ' intent="norm($x)"', "$x": ' arg="x"'}
 LATEX = dict(zip("∑∂∞·×⊙±≤≥≠∈~←→⇒⌊⌋⌈⌉‖{}'ᵀ^¯∕\u2062", r"""\sum \partial \infty \cdot \times \odot
     \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{ \}
     \prime \top \hat \bar / \,""".split())) | {
     "''": r"\prime\prime", "...": r"\dots", "log": r"\log", "exp": r"\exp", "max": r"\max",
     "min": r"\min", "msqrt": r"\sqrt{{{}}}", "munder": "{}_{{{}}}",
     "mfrac": r"\frac{{{}}}{{{}}}", "msub": "{{{}}}_{{{}}}", "msup": "{{{}}}^{{{}}}",
-    "msubsup": "{{{}}}_{{{}}}^{{{}}}", "mover": "{1}{{{0}}}", "fence": r"\left{} {} \right{}",
-    "norm": r"\left{} {} \right{}"}
+    "msubsup": "{{{}}}_{{{}}}^{{{}}}", "mover": "{1}{{{0}}}", "()": r"\left{} {} \right{}",
+    "‖‖": r"\left{} {} \right{}"}
 CODE = re.compile(r'(?P<s>f?(?:"""[^\0]*?"""|"(?:\\.|[^"\\\n])*"))|(?P<c>#.*)'
                   rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)")
 
@@ -4312,8 +4312,8 @@ class Formula:
         while match := BRACKET.search(text):        # the innermost first; a letter stands for each
             opens, inner, closes = match[0][0], self.row(match[0][1:-1]), match[0][-1]
             letter = chr(0xe000 + len(self.brackets))
-            self.brackets[letter] = ("fence", opens, inner, closes) if opens != "‖" \
-                else ("norm", opens, ("arg", inner), closes)
+            self.brackets[letter] = ("()", opens, inner, closes) if opens != "‖" \
+                else ("‖‖", opens, ("$x", inner), closes)
             text = text[:match.start()] + letter + text[match.end():]
         self.tree = self.row(text)
 
@@ -4366,13 +4366,13 @@ def typeset(tree, tex=False):
         form = {"mtext": r"\text{%s}", "mi": r"\mathrm{%s}" if tree[1:] else "%s"}.get(kind, "%s")
         return LATEX.get(tree) or re.sub("[α-ω]", greek, form % tree)
     kind, *parts = tree
-    parts = [typeset(part[2] if part[:2] == ("fence", "(") and (       # brackets no longer needed
+    parts = [typeset(part[2] if part[:2] == ("()", "(") and (       # brackets no longer needed
         kind in ("mfrac", "msqrt") or kind == "row" and [x[0] for x in part[2][1:]] == ["mfrac"])
         else part, tex) for part in parts]
     if tex:
         return LATEX.get(kind, " ".join(["{}"] * len(parts))).format(*parts)
     inner, element = "".join(parts), kind if kind[0] == "m" else "mrow"
-    if kind == "fence" and re.search("<mfrac|<munder", inner):
+    if kind == "()" and re.search("<mfrac|<munder", inner):
         inner = inner.replace(' stretchy="false"', "")
     return f"<{element}{MARKUP.get(kind, '')}>{inner}</{element}>"
 
@@ -4519,7 +4519,7 @@ p, ul, .eq { max-width: 44rem; } li p { margin: .3rem 0; } p > span { white-spac
 pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: min(.8rem, 2.6vw); }
 code, pre, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 code { font-size: .85em; overflow-wrap: anywhere; } mtext { padding: 0 .3em; }
-details > code { display: block; user-select: all; } th, td { text-align: left; padding-right: 1em; }
+details > code { display: block; user-select: all } th, td { text-align: left; padding: 0 .5em; }
 summary, .c { color: var(--soft); } .k { color: var(--key); } .s { color: var(--string); }
 @media (min-width: 70rem) { body { display: grid; grid-template-columns: 18rem 1fr; }
   nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; } }

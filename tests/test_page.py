@@ -30,8 +30,8 @@ def spelled(tree):
     kind, *names = tree[0], *map(spelled, tree[1:])
     if kind == "msub" and all(names) or kind == "msup" and names[1][:1] == "'":
         return names[0] + "_" * (kind == "msub") + names[1]
-    return names[0] + {"^": "hat", "¯": "bar"}[names[1]] if kind == "mover" else "".join(names) if kind == "norm" else \
-        names[0] if kind in ("row", "arg") and len(names) == 1 else ""
+    return names[0] + {"^": "hat", "¯": "bar"}[names[1]] if kind == "mover" else "".join(names) if kind == "‖‖" else \
+        names[0] if kind in ("row", "$x") and len(names) == 1 else ""
 
 
 def split_at(row, *signs):
@@ -105,9 +105,9 @@ def value(tree, env):
     if isinstance(tree, str):
         return math.inf if tree == "∞" else float(tree)
     kind, first, *others = tree
-    if kind in ("row", "arg"):
+    if kind in ("row", "$x"):
         return row_value(tree, env)
-    if kind == "fence":
+    if kind == "()":
         inner = value(others[0], env)
         return {"|": abs, "⌊": lambda x: math.floor(x + 1e-9), "⌈": math.ceil}.get(
             first, lambda x: x)(inner)
