@@ -4359,9 +4359,8 @@ def typeset(tree, tex=False):
     if isinstance(tree, str):
         kind = LEAF.fullmatch(tree).lastgroup
         if not tex:
-            signs = str.maketrans("-~'∕ᵀ", "−∼′/⊤") if kind == "mo" else {}
-            shown = html.escape(tree.translate(signs))
-            return f"<{kind}{MARKUP.get(tree, '')}>{shown}</{kind}>"
+            shown = tree.translate(str.maketrans("-~'∕ᵀ", "−∼′/⊤")) if kind == "mo" else tree
+            return f"<{kind}{MARKUP.get(tree, '')}>{html.escape(shown)}</{kind}>"
         greek = lambda m: rf"\{unicodedata.name(m[0]).split()[-1].lower()} "
         form = {"mtext": r"\text{%s}", "mi": r"\mathrm{%s}" if tree[1:] else "%s"}.get(kind, "%s")
         return LATEX.get(tree) or re.sub("[α-ω]", greek, form % tree)
