@@ -4194,10 +4194,10 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # model, the command line. It has no equations.
 
 # %%
-import argparse, codecs, contextlib, ctypes, difflib, hashlib, html, io, json, keyword, os, shlex
-import shutil, signal, threading, time, timeit, traceback
+import argparse, contextlib, ctypes, difflib, hashlib, html, io, json, keyword, os, shlex
+import shutil, signal, textwrap, threading, time, timeit, traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field, replace
+from dataclasses import make_dataclass, replace
 from itertools import islice, repeat
 from pathlib import Path
 
@@ -4205,26 +4205,21 @@ THIS = Path(globals().get("__file__", "tinygpt.py")).resolve()      # a notebook
 
 
 def plain_lines(text):
-    """Line ends of all systems read as a line feed."""
-    return io.StringIO(text, newline=None).read()
+    """Line ends of all systems as a line feed."""
+    return re.sub("\r\n?", "\n", text)
 
 
 def read_text(path):
-    """The text of a UTF-8 file, without a byte order mark; ValueError where it is none."""
+    """The text of a UTF-8 file, without a byte order mark; BadInput where it is none."""
     try:
-        data = Path(path).read_bytes()
-        text = plain_lines(data.decode("utf-8-sig"))
+        text = plain_lines(Path(path).read_bytes().decode().removeprefix("\ufeff"))
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+        raise BadInput(f"cannot read {path}: {error.strerror}; name a text with --text") from None
     except UnicodeDecodeError as error:
-        at = len(data) - len(error.object) + error.start        # its object has no mark
-        raise BadInput(f"{path} is not UTF-8: byte 0x{data[at]:02X} at offset {at}; "
-                       f"save it as UTF-8 text") from None
-    if not text:
-        raise BadInput(f"{path} is empty: training needs a text")
-    if (nul := text.count("\0")) > len(text) / 4:
-        raise BadInput(f"{path} is not UTF-8 but looks like UTF-16: {nul:,} of {len(text):,} "
-                       f"characters are NUL; save it as UTF-8 text")
+        raise BadInput(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset "
+                       f"{error.start}; save it as UTF-8 text") from None
+    if not text or "\0" in text:
+        raise BadInput(f"{path} is empty or holds NUL: training needs a text, saved as UTF-8")
     return text
 
 
@@ -4666,65 +4661,36 @@ def run_book(options):
 # %% [markdown]
 # ### Checkpoints
 #
-# A checkpoint holds all that is needed to write, and to go on training as if nothing had happened.
-# Arrays go into one .npz file, the rest beside them as JSON text. It is written to a temporary file
-# in the same folder, which then takes the place of the old one in one move. So whatever happens, a
-# whole file stands there.
+# A checkpoint holds all that is needed to write, and to go on training as if nothing had happened:
+# arrays, and the rest as JSON text, in one .npz file. It is written to a temporary file in the same
+# folder, loaded again to see that it can be, and moved into the place of the old one. So whatever
+# happens, a whole file stands there. `m` and `v` are the running means of the optimizer, `batch_rng`
+# the state of its generator when the epoch began, `code` the checksum of the code that made it.
 
 # %%
 FORMAT = "tinygpt 1"
-
-
-@dataclass
-class Checkpoint:
-    """A model and the state of its training."""
-    params: dict
-    config: ModelConfig
-    tokenizer: Tokenizer
-    settings: dict = field(default_factory=dict)    # the options of its training
-    step: int = 0
-    m: dict = field(default_factory=dict)           # running means of the optimizer, by name
-    v: dict = field(default_factory=dict)
-    batch_rng: dict = field(default_factory=dict)   # generator state at the start of the epoch
-    val_loss: float | None = None
-    code: str = ""                                  # the checksum of the code that made it
-
-
-def check_arrays(checkpoint):
-    """ValueError unless all arrays are those of the configured model, all numbers finite."""
-    shapes = param_shapes(checkpoint.config)
-    for kind in ("params", "m", "v") if checkpoint.step else ("params",):
-        arrays = getattr(checkpoint, kind)
-        lacks, extra = shapes.keys() - arrays.keys(), arrays.keys() - shapes.keys()
-        if lacks or extra:
-            raise BadInput(f"it holds another model than this file describes: lacking are "
-                           f"{sorted(lacks)}, unknown are {sorted(extra)}")
-        for name, W in arrays.items():
-            if W.shape != shapes[name] or W.dtype.kind != "f" or not np.isfinite(W).all():
-                raise BadInput(f"{kind}/{name} should be finite numbers of shape {shapes[name]}, "
-                               f"it is {W.dtype} {W.shape}")
+Checkpoint = make_dataclass("Checkpoint", "params config tokenizer settings step m v batch_rng "
+                            "val_loss code".split())
 
 
 def save_checkpoint(path, checkpoint):
-    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails.
+    """Write a checkpoint to path, exactly that name, in one move.
 
-    ValueError for one that load_checkpoint would refuse.
+    OSError where that fails, BadInput for one that load_checkpoint would refuse.
     """
-    check_arrays(checkpoint)
     path = Path(os.path.realpath(path))             # where path is a link, the file it leads to
-    about = {"format": FORMAT, "config": asdict(checkpoint.config),
-             "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges}
-    about |= {key: getattr(checkpoint, key)
-              for key in ("settings", "step", "batch_rng", "val_loss", "code")}
+    about = vars(checkpoint) | {"format": FORMAT, "config": asdict(checkpoint.config)}
+    tokenizer = about.pop("tokenizer")
+    about |= {"itos": tokenizer.itos, "merges": tokenizer.merges}
     arrays = {f"{kind}/{name}": W for kind in ("params", "m", "v")
-              for name, W in getattr(checkpoint, kind).items()}
+              for name, W in about.pop(kind).items()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
             file.flush()
             os.fsync(file.fileno())
-        load_checkpoint(temporary)                  # what is saved can be loaded
+        load_checkpoint(temporary)
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -4734,145 +4700,60 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path):
-    """The checkpoint at path; ValueError in one line where it is missing, foreign or damaged."""
+    """The checkpoint at path; BadInput in one line where it is missing, foreign or damaged."""
+    if not os.path.exists(path):
+        raise BadInput(f"there is no model at {path}: train one first, with "
+                       f"'python tinygpt.py train --out {shlex.quote(f'{path}')}'")
     try:
-        if os.path.lexists(path) and not Path(path).is_file():
-            raise BadInput("it is no file")         # a pipe would be waited for, for ever
+        if not os.path.isfile(path):                # from a pipe one would read for ever
+            raise BadInput("it is no file")
         with np.load(path, allow_pickle=False) as archive:
             about = json.loads(archive["about"].tobytes())
-            if about["format"] != FORMAT or about["config"]["layers"] > len(archive.files):
-                raise BadInput(f"its format is {about['format']}, or it lacks layers")
-            arrays = {kind: {name.removeprefix(f"{kind}/"): archive[name] for name in archive.files
-                             if name.startswith(f"{kind}/")} for kind in ("params", "m", "v")}
-        config, itos = ModelConfig(**about["config"]), about["itos"]
-        merges = [(a, b) for a, b in about["merges"]]
-        if not all(isinstance(text, str) for row in (itos, *merges) for text in row) \
-                or not len(itos) == len(set(itos)) == config.vocab_size or itos[0] != UNK:
+            if about.pop("format") != FORMAT or about["config"]["layers"] > len(archive.files):
+                raise BadInput(f"its format is not {FORMAT!r}, or it lacks layers")
+            for kind in ("params", "m", "v"):
+                about[kind] = {name.removeprefix(f"{kind}/"): archive[name]
+                               for name in archive.files if name.startswith(f"{kind}/")}
+        about["config"] = config = ModelConfig(**about["config"])
+        itos, merges = about.pop("itos"), [(a, b) for a, b in about.pop("merges")]
+        about["tokenizer"] = Tokenizer(itos, merges)
+        if not len(itos) == len(set(itos)) == config.vocab_size or itos[0] != UNK \
+                or {type(text) for row in (itos, *merges) for text in row} != {str}:
             raise BadInput("its vocabulary does not fit its configuration")
-        if about["step"]:
+        about["settings"] |= {key: OPTIONS[key].check(f"{value}") for key, value in
+                              about["settings"].items() if key in OPTIONS and value is not None}
+        if count(f"{about['step']}"):
             np.random.PCG64().state = about["batch_rng"]
-        settings = {key: value if value is None or key not in OPTIONS
-                    else OPTIONS[key].check(f"{value}") for key, value in about["settings"].items()}
-        checkpoint = Checkpoint(**arrays, config=config, tokenizer=Tokenizer(itos, merges),
-                                settings=settings, step=count(f"{about['step']}"),
-                                batch_rng=about["batch_rng"], val_loss=about["val_loss"],
-                                code=about.get("code", ""))
-        check_arrays(checkpoint)
-    except FileNotFoundError:
-        raise BadInput(f"there is no model at {path}: train one first, with "
-                       f"'python tinygpt.py train --out {shlex.quote(f'{path}')}'") from None
-    except MemoryError:
-        raise
+        shapes = param_shapes(config)
+        for kind in ("params", "m", "v")[:3 if about["step"] else 1]:
+            if odd := shapes.keys() ^ about[kind].keys():
+                raise BadInput(f"{sorted(odd)} are arrays of it, or of this file's model, not both")
+            for name, W in about[kind].items():
+                if W.shape != shapes[name] or W.dtype.kind != "f" or not np.isfinite(W).all():
+                    raise BadInput(f"{kind}/{name} should be finite numbers of shape "
+                                   f"{shapes[name]}, it is {W.dtype} {W.shape}")
+        checkpoint = Checkpoint(**about)
     except Exception as error:                      # the file may be anything
         ours = isinstance(error, (BadInput, argparse.ArgumentTypeError))
         reason = error if ours else getattr(error, "strerror", None) or \
             "it is no archive of plain arrays, or part of it is lost"
-        raise BadInput(f"{path} is not a tinygpt checkpoint: {reason}; train a new one") from None
-    return checkpoint
-
-
-def load_to_use(path):
-    """load_checkpoint, and a line on stderr where the model was made by other code."""
-    checkpoint = load_checkpoint(path)
+        raise BadInput(f"{path} is not a tinygpt checkpoint: {reason}; choose another name, or "
+                       f"train a new one") from None
     if "" != checkpoint.code != code_checksum() != "":
         tell(f"note: {path} was made by other code than this file has now")
     return checkpoint
 
 
 # %% [markdown]
-# ### Options
+# ### Training
 #
-# Numbers are checked when the command line is read, before any file is; those of a checkpoint too.
+# Around the loop of chapter 9: from time to time it measures, writes a sample and saves. The random
+# generators for starting values, batches and samples are separate, so measuring or sampling more
+# often changes nothing else. There is one rule for stopping: the first Ctrl-C (or SIGTERM, SIGHUP)
+# ends the training after the present step and saves; the second ends the program at once. Results
+# go to stdout, reports to stderr.
 
 # %%
-def checked(kind, meaning, fits):
-    """A check for argparse: text to a value of that kind that fits; meaning says in words what."""
-    def check(text):
-        with contextlib.suppress(ValueError):
-            if fits(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"must be {meaning}, got {text!r}")
-
-    return check
-
-
-count = checked(int, "a whole number from 0 up", lambda n: 0 <= n <= 10 ** 12)
-whole = checked(int, "a whole number from 1 up", lambda n: 1 <= n <= 10 ** 12)
-amount = checked(float, "a number from 0 up", lambda x: 0 <= x < math.inf)
-below_1 = checked(float, "a number from 0 to below 1", lambda x: 0 <= x < 1)
-share = checked(float, "a number above 0 and up to 1", lambda x: 0 < x <= 1)
-file_name = checked(lambda text: "./" * text.startswith("-") + text, "the name of a file", bool)
-OPTIONS = {key: SimpleNamespace(fixed=fixed, default=default, check=check, help=help)
-           for key, fixed, default, check, help in (
-    # fixed: what a checkpoint fixes; the rest may change when training goes on
-    ("merges", True, 1700, count, "merges the tokenizer may learn; 0: plain characters"),
-    ("context", True, 16, whole, "tokens in a window, T"),
-    ("max_context", True, 32, whole, "rows of the position table, Tmax"),
-    ("width", True, 32, whole, "numbers that describe a token, d"),
-    ("heads", True, 2, whole, "attention heads, H; they share the width"),
-    ("hidden", True, 128, whole, "width of the feed-forward layer, F"),
-    ("layers", True, 2, whole, "blocks, L"),
-    ("batch", True, 16, whole, "windows in a step, B"),
-    ("stride", True, None, whole, "tokens from a window's start to the next; default context / 4"),
-    ("val_fraction", True, 0.1, below_1, "share of the text held out for validation; 0: none"),
-    ("seed", True, 0, count, "seed of starting values, batches and samples"),
-    ("epochs", False, 0, count, "passes over the text; 0: --steps says it"),
-    ("steps", False, 5000, count, "steps in all; with --epochs: stop there"),
-    ("lr", False, None, amount, "largest learning rate; default 0.384 / width"),
-    ("lr_min", False, None, amount, "learning rate at the end; default lr / 40"),
-    ("warmup", False, None, count, "steps until the largest rate; default a tenth of them"),
-    ("beta1", False, 0.9, below_1, "AdamW: share kept of the mean gradient"),
-    ("beta2", False, 0.99, below_1, "AdamW: share kept of the mean square"),
-    ("weight_decay", False, 0.1, amount, "AdamW: pull of matrices towards 0"),
-    ("clip", False, 1.0, amount, "largest norm of the gradients; 0: off"),
-    ("eval_every", False, 500, count, "steps between validations; 0: only at the end"))}
-
-
-def resolve(options, kept):
-    """Settings, as a checkpoint keeps them: given options, else kept ones, else defaults; and the
-    same with the values filled in that follow from others."""
-    given = {key: getattr(options, key) for key in OPTIONS if getattr(options, key) is not None}
-    for key in given:
-        if OPTIONS[key].fixed and given[key] != kept.get(key, given[key]):
-            raise BadInput(f"--{key.replace('_', '-')} {given[key]} does not fit the checkpoint "
-                           f"{options.out}, which has {kept[key]}: leave the option out, or train "
-                           f"without --resume")
-    settings = {key: option.default for key, option in OPTIONS.items()} | kept | given
-    if given.get("epochs") and "steps" not in given:
-        settings["steps"] = 0                       # a plan that is given lifts another one
-    s = SimpleNamespace(**settings)
-    s.stride = s.stride or max(1, s.context // 4)
-    s.lr = 0.384 / s.width if s.lr is None else s.lr                # larger models, smaller steps
-    s.lr_min = s.lr / 40 if s.lr_min is None else s.lr_min          # lr / 10: 0.02 bits worse
-    if s.lr_min > s.lr:
-        raise BadInput(f"--lr-min {s.lr_min} is larger than --lr {s.lr}: make it smaller")
-    return settings, s
-
-
-# %% [markdown]
-# ### Printing
-#
-# Results go to stdout, reports to stderr. A console that lacks a character gets a stand-in: the
-# name of a Greek letter, a sign for a bar.
-
-# %%
-STAND_INS = dict(zip("█▇▆▅▄▃▂▁▓▒░·¶√⊙∂∑∞≤≥→⇒ᵀ²³�", "# * + = : - . _ % + . . | sqrt * d sum inf "
-                     "<= >= -> => ^T ^2 ^3 ?".split()))
-
-
-def stand_ins(error):
-    """For codecs: what to write in place of characters that an encoding lacks."""
-    def one(char):
-        name = unicodedata.name(char, "").split()
-        return (STAND_INS.get(char) or (name[-1].lower() if name[:1] == ["GREEK"] else
-                                        char.encode("unicode_escape").decode("ascii")))
-
-    return "".join(map(one, error.object[error.start:error.end])), error.end
-
-
-codecs.register_error("stand-ins", stand_ins)
-
-
 def to_nowhere(stream):
     """From here on what is written to a stream that has failed is dropped, at the exit too."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: not a file of the system
@@ -4881,8 +4762,7 @@ def to_nowhere(stream):
 
 def escaped(text):
     """Control characters other than line end and tab written as escapes, for a terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else
-                   c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def tell(text, end="\n"):
@@ -4899,9 +4779,10 @@ def print_text(text, end="\n"):
 
 
 class Progress:
-    """Reports on stderr: one live line on a terminal, plain lines in a file."""
+    """Reports of a training on stderr: one live line on a terminal, plain lines in a file."""
 
-    def __init__(self):
+    def __init__(self, last, tokens, tokens_per_char):
+        self.last, self.tokens, self.tokens_per_char = last, tokens, tokens_per_char    # of a step
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self.start, self.shown, self.losses, self.val = time.monotonic(), 0, [], ""
 
@@ -4909,168 +4790,104 @@ class Progress:
         tell("\r\033[K" * self.live, end="")        # the live line goes
         tell(text)
 
-    def now(self, text):
-        """Show a live line in place of the one before, ten times a second at most."""
-        if self.live and time.monotonic() - self.shown > 0.1:
-            self.shown = time.monotonic()
-            tell("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="")
-
-    def sample(self, title, text):
-        self.line(f"--- {title}" + "".join(f"\n    {row}" for row in text.split("\n") if text))
-
-    @contextlib.contextmanager
-    def waiting(self, what):
-        """Say that work goes on that takes longer than a second."""
-        timer = threading.Timer(1, self.now if self.live else self.line, [what])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def step(self, t, last, loss, lr, tokens, measured, val, tokens_per_char):
+    def step(self, t, loss, lr, val, measured):
         """Report a step: as a line where something was measured, else as the live line."""
         self.losses.append(loss)
-        seconds, recent = time.monotonic() - self.start, self.losses[-100:]
+        now = time.monotonic()
         if val is not None:
-            self.val = (f"validation {val:.3f}  perplexity {perplexity(val):.1f}  "
-                        f"bits per character {val / math.log(2) * tokens_per_char:.3f}")
-        if measured or self.live and time.monotonic() - self.shown > 0.1:
-            (self.line if measured else self.now)("  ".join(filter(None, (
-                f"step {t:,} of {last:,}", f"loss {sum(recent) / len(recent):.3f}", self.val,
-                f"lr {lr:.5f}", f"{tokens * len(self.losses) / max(seconds, 1e-9):,.0f} tokens/s",
-                f"{(last - t) * seconds / len(self.losses):.0f} s left", self.picture(last)))))
+            self.val = (f"  validation {val:.3f}  perplexity {perplexity(val):.1f}  "
+                        f"bits per character {val / math.log(2) * self.tokens_per_char:.3f}")
+        if measured or self.live and now - self.shown > 0.1:        # ten times a second at most
+            rate, recent = len(self.losses) / max(now - self.start, 1e-9), self.losses[-100:]
+            text = (f"step {t:,} of {self.last:,}  loss {sum(recent) / len(recent):.3f}{self.val}  "
+                    f"lr {lr:.5f}  {self.tokens * rate:,.0f} tokens/s  "
+                    f"{(self.last - t) / rate:.0f} s left  {self.picture()}")
+            columns, self.shown = shutil.get_terminal_size().columns, now
+            self.line(text) if measured else tell("\r\033[K" + text[:columns - 1], end="")
 
-    def picture(self, last):
+    def picture(self):
         """The losses so far as a row of blocks, a block for each tenth of the training."""
-        size = -(-last // 10)
+        size = -(-self.last // 10)
         means = [np.mean(self.losses[i:i + size]) for i in range(0, len(self.losses), size)]
         low, high = min(means), max(means)
         return "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / (high - low or 1))] for mean in means)
 
 
-# %% [markdown]
-# ### Training
-#
-# Around the loop of chapter 9: from time to time it measures, writes a sample and saves. The random
-# generators for starting values, batches and samples are separate, so measuring or sampling more
-# often changes nothing else. There is one rule for stopping: the first Ctrl-C (or SIGTERM, SIGHUP)
-# ends the training after the present step and saves; the second ends the program at once.
-
-# %%
 @contextlib.contextmanager
 def stop_signals():
     """A list that gets the number of a signal to stop; the next signal has its usual effect."""
-    asked, before = [], {}
-
-    def ask(number, frame):
-        asked.append(number)
-        for other in before:
-            signal.signal(other, signal.SIG_DFL)
-
-    with contextlib.suppress(ValueError):           # not in the main thread
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)    # Windows has no SIGHUP, nohup ignores it
-            if number and signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, ask)
-    try:
-        yield asked
-    finally:
+    def as_before():
         for number, handler in before.items():
             signal.signal(number, handler)
 
+    def ask(number, frame):
+        asked.append(number)
+        as_before()
 
-def find_text(options, kept):
-    """Path and content of the text: the one of --text, or of the training so far, or the corpus.
-
-    A kept name is looked for beside the model, the program, and here, and its checksum decides.
-    """
-    name = Path(kept.get("text") or "corpus.txt").name
-    folders = [Path(os.path.realpath(options.out)).parent, THIS.parent, Path.cwd()]
-    folders = folders if kept else [THIS.parent]
-    paths = [options.text] if options.text else [f / name for f in folders if (f / name).is_file()]
-    if not paths:
-        raise BadInput(f"cannot find {name}, the text of the training so far, beside the model, "
-                       f"the program, or here: name it with --text")
-    texts = [(path, text, hashlib.sha256(text.encode()).hexdigest())
-             for path, text in ((path, read_text(path)) for path in paths)]
-    return max(texts, key=lambda item: item[2] == kept.get("text_sha256"))
-
-
-def models_at(name):
-    """{path: checkpoint} of what is at name and name.old; ValueError where that is no model."""
-    models, out = {}, Path(os.path.realpath(name))
-    for path, shown in ((out, name), (out.with_name(out.name + ".old"), f"{name}.old")):
-        try:
-            if os.path.lexists(path):
-                models[path] = load_checkpoint(path)
-        except BadInput as error:
-            raise BadInput(f"{shown} exists and is no model of this program: choose another --out, "
-                           f"or remove it ({error})") from None
-    return models
-
-
-def keep_old(out, models):
-    """Copy the model at out to out.old, unless that has more steps; what was done, in words."""
-    old = out.with_name(out.name + ".old")
-    if old in models and models[old].step > models[out].step:
-        return f"{old} has more steps than the model that was in {out}, and stays"
-    if old.is_symlink():                            # what it leads to is not ours
-        old.unlink()
-    save_checkpoint(old, models[out])
-    return f"the model that was in {out} is kept as {old}"
+    asked, before = [], {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):    # Windows has no SIGHUP, nohup ignores it
+        number = getattr(signal, name, None)
+        if threading.current_thread() is threading.main_thread() and number \
+                and signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        as_before()
 
 
 def train(options):
-    """Train as the options say, save to options.out.
+    """Learn from a text, save the model, write a sample.
 
-    The exit code: 0, 1 where training diverged, 128 and the signal's number where one stopped it.
+    Exit code 1 where training diverged, 128 and the signal's number where one stopped it.
     """
-    out, say = Path(os.path.realpath(options.out)), Progress()
-    ck = load_to_use(options.out) if options.resume else None
+    out, old = options.out, f"{options.out}.old"
+    for name in (out, options.log or ""):
+        if not Path(name).parent.is_dir():
+            raise BadInput(f"cannot write {name}: there is no such folder")
+    ck = load_checkpoint(out) if options.resume else None
+    there, older = (load_checkpoint(path) if os.path.lexists(path) and not ck else None
+                    for path in (out, old))
     kept = ck.settings if ck else {}
     settings, s = resolve(options, kept)
     config = ck.config if ck else ModelConfig(1, s.context, s.max_context, s.width, s.heads,
                                               s.hidden, s.layers)       # checks the sizes
-    for name, file in (("--out", options.out), ("--log", options.log or "log")):
-        if not Path(file).parent.is_dir() or Path(file).is_dir() or file.endswith(("/", os.sep)):
-            raise BadInput(f"cannot write {name} {file}: it must be the name of a file in a folder "
-                           f"that exists")
-    models = {} if options.resume else models_at(options.out)
-    path, text, checksum = find_text(options, kept)
-    if kept.get("text_sha256", checksum) != checksum:
-        say.line(f"note: {path} is not the text that {options.out} was trained on so far")
-    with say.waiting(f"learning {s.merges:,} merges from {len(text):,} characters"):
-        tokenizer = ck.tokenizer if ck else build_tokenizer(text, s.merges)
-        train_ids, val_ids = split_ids(tokenizer.encode(text), s.val_fraction)
+    name = kept.get("text", "corpus.txt")           # beside the model, the program, or here
+    places = [Path(os.path.realpath(out)).parent, THIS.parent, Path.cwd()] if ck else [THIS.parent]
+    found = [options.text] if options.text else [*filter(Path.is_file, (f / name for f in places))]
+    checksum = lambda path: hashlib.sha256(read_text(path).encode()).hexdigest()
+    path = max(found or [name], key=lambda path: checksum(path) == kept.get("checksum"))
+    text, settings["text"], settings["checksum"] = read_text(path), Path(path).name, checksum(path)
+    timer = threading.Timer(1, tell, [f"reading {len(text):,} characters"])
+    timer.daemon = True                             # for what takes longer than a second
+    timer.start()
+    tokenizer = ck.tokenizer if ck else build_tokenizer(text, s.merges)
+    timer.cancel()
+    train_ids, val_ids = split_ids(tokenizer.encode(text), s.val_fraction)
     for part, name in ((train_ids, "training"), (val_ids, "validation")):
         if len(part) <= s.context and (name == "training" or s.val_fraction):
-            raise BadInput(
-                f"the {name} part has {len(part)} tokens and needs {s.context + 1} (--context + 1):"
-                f" take a longer text, fewer --merges, a smaller --context, or --val-fraction 0")
+            raise BadInput(f"the {name} part has {len(part)} tokens and needs {s.context + 1}: take "
+                           f"a longer text, fewer --merges, less --context, or --val-fraction 0")
     x, y = make_windows(train_ids, s.context, s.stride)
     val_x, val_y = make_windows(val_ids, s.context, s.context)
     if not ck:
         config = replace(config, vocab_size=len(tokenizer.itos))
         ck = Checkpoint(init_params(config, np.random.default_rng([s.seed, 0])), config, tokenizer,
-                        code=code_checksum())
-    settings |= {"text": Path(path).name, "text_sha256": checksum}
-    ck.settings, params, begun = ck.settings or settings, ck.params, ck.step
+                        settings, 0, {}, {}, {}, None, code_checksum())
+    if kept.get("checksum", settings["checksum"]) != settings["checksum"]:
+        tell(f"note: {path} is not the text that {out} was trained on so far")
     warn_unknown(tokenizer, text, path)
-    if len(tokenizer.merges) < s.merges:
-        say.line(f"the text supports {len(tokenizer.merges)} merges of {s.merges} asked for")
+    params, begun = ck.params, ck.step
     per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
-    planned = planned or s.steps                            # the length of the schedule
+    planned = planned or s.steps                    # the length of the schedule
     last = min(s.steps or planned, planned)
     warmup = planned // 10 if s.warmup is None else s.warmup
-    say.line(f"{len(text):,} characters, {len(np.unique(train_ids)):,} of {config.vocab_size} "
-             f"tokens in use, {len(x):,} training windows, {len(val_x):,} validation windows, "
-             f"{count_params(params):,} parameters, {per_epoch:,} steps per epoch")
+    tell(f"{len(tokenizer.merges)} of {s.merges} merges, {len(np.unique(train_ids)):,} of "
+         f"{config.vocab_size} tokens in use, {len(x):,} training windows, {len(val_x):,} "
+         f"validation windows, {count_params(params):,} parameters, {per_epoch:,} steps per epoch")
     if begun and begun >= last:
-        say.line(f"{options.out} has {begun} steps, and --epochs {s.epochs} --steps {s.steps} "
-                 f"makes {last}: nothing to do; ask for more")
-        return 0
+        tell(f"{out} has {begun} of {last} steps: nothing to do; more --steps or --epochs go on")
+        return
     prepare_for_training()
     optimizer = AdamW(params, s.beta1, s.beta2, weight_decay=s.weight_decay)
     rng = np.random.default_rng([s.seed, 1])
@@ -5078,16 +4895,20 @@ def train(options):
         optimizer.t, rng.bit_generator.state = begun, ck.batch_rng
         for name in params:
             optimizer.m[name][...], optimizer.v[name][...] = ck.m[name], ck.v[name]
-    elif out in models:
-        say.line(keep_old(out, models))
+    if there and older and older.step > there.step:
+        tell(f"{old} has more steps than the model that was in {out}, and stays")
+    elif there:
+        save_checkpoint(old, there)
+        tell(f"the model that was in {out} is kept as {old}")
     ck.m, ck.v = ({name: means[name] for name in params} for means in (optimizer.m, optimizer.v))
     ck.batch_rng, mine = rng.bit_generator.state, None
     chars = sum(len(tokenizer.itos[i]) if i else 1 for i in val_y.ravel())      # <unk> is one
+    say = Progress(last, s.batch * s.context, val_y.size / max(chars, 1))
 
-    def sample():                                   # always from the same seed
+    def sample(before="    "):                      # from the same seed each time
         ids, _ = prompt_ids(tokenizer, "")
         new = generate(params, config, ids, 64, np.random.default_rng([s.seed, 2]), temperature=0.8)
-        return tokenizer.decode(new[len(ids):]).strip()
+        return textwrap.indent(tokenizer.decode(new[len(ids):]).strip(), before)
 
     def save():
         nonlocal mine
@@ -5101,58 +4922,42 @@ def train(options):
                            lambda t: lr_schedule(t, s.lr, s.lr_min, warmup, planned),
                            s.clip or math.inf)
     try:
-        if not begun:
-            say.sample("before training", written := sample())
-        save()                                      # shows that it can, before the first step
-        ck.settings, ck.code = settings, code_checksum()
-        say.start = time.monotonic()
-        with stop_signals() as asked, logged(options) as log:
+        with open(options.log or os.devnull, "a" if begun else "w") as log, stop_signals() as asked:
+            if not log.tell():
+                print("step,loss,validation_loss,learning_rate,gradient_norm", file=log)
+            if not begun:
+                say.line(f"--- before training\n{sample()}")
+            save()                                          # shows that it can
+            ck.settings, ck.code = settings, code_checksum()
             for t, loss, lr, norm in steps:
                 ck.step, val = t, None
                 if t % per_epoch == 0:                      # the next epoch begins here
                     ck.batch_rng = rng.bit_generator.state
                 stopping = asked and t < last               # the last step is the end anyway
                 measuring = not stopping and (t == last or s.eval_every and t % s.eval_every == 0)
-                sampling = not stopping and t in (last // 100, last // 10, last // 2, last)
                 if measuring and len(val_x):
                     val = ck.val_loss = validation_loss(params, val_x, val_y, config)
                     if not math.isfinite(val):
                         raise FloatingPointError(f"step {t}: validation loss {val}")
-                log(t, loss, "" if val is None else val, lr, norm)
-                if sampling:
-                    written = sample()
+                print(t, loss, "" if val is None else val, lr, norm, sep=",", file=log, flush=True)
                 if measuring or stopping:
                     save()
-                say.step(t, last, loss, lr, s.batch * s.context, measuring, val,
-                         val_y.size / max(chars, 1))
+                say.step(t, loss, lr, val, measuring)
                 if stopping:
-                    break
-                if sampling and t < last:
-                    say.sample(f"after {t} steps", written)
+                    again = shlex.join(["--resume", "--text", f"{path}", "--out", out])
+                    say.line(f"stopped after step {t}; the model is in {out}; go on with: "
+                             f"python tinygpt.py train {again}")
+                    return 128 + asked[0]
+                if t in (last // 100, last // 10, last // 2):
+                    say.line(f"--- after {t} steps\n{sample()}")
     except (FloatingPointError, BadInput) as error:         # BadInput: numbers that are not finite
-        say.line(f"{error}: training has diverged, and {options.out} stays as it was saved last; "
-                 f"try a smaller --lr (now {s.lr:g}), --clip 1 (now {s.clip:g}) or a smaller "
-                 f"--weight-decay (now {s.weight_decay:g})")
+        say.line(f"{error}: training has diverged, and {out} stays as it was saved last; try a "
+                 f"smaller --lr (now {s.lr:g}), --clip or --weight-decay")
         return 1
-    if ck.step < last:
-        again = shlex.join(["--resume", "--text", f"{path}", "--out", options.out])
-        say.line(f"stopped after step {ck.step}; the model is in {options.out}; "
-                 f"go on with: python tinygpt.py train {again}")
-        return 128 + asked[0]
-    say.sample(f"after {last} steps", "")
-    print_text(written)
-    say.line(f"the model is in {options.out}; let it write with: "
-             f"python tinygpt.py generate --model {shlex.quote(options.out)}")
-    return 0
-
-
-@contextlib.contextmanager
-def logged(options):
-    """A function that writes a row of the curve to the file of --log, if there is one."""
-    with open(options.log or os.devnull, "a" if options.resume else "w", encoding="utf-8") as file:
-        if not file.tell():
-            print("step,loss,validation_loss,learning_rate,gradient_norm", file=file)
-        yield lambda *row: print(*row, sep=",", file=file, flush=True)
+    say.line(f"--- after {last} steps")
+    print_text(sample(before=""))
+    tell(f"the model is in {out}; let it write with: "
+         f"python tinygpt.py generate --model {shlex.quote(out)}")
 
 
 # %% [markdown]
@@ -5184,7 +4989,7 @@ def prompt_ids(tokenizer, prompt):
 
 def run_generate(options):
     """Print the prompt and what the model writes after it, as it comes."""
-    ck, rng = load_to_use(options.model), np.random.default_rng(options.seed)
+    ck, rng = load_checkpoint(options.model), np.random.default_rng(options.seed)
     warn_unknown(ck.tokenizer, options.prompt, "the prompt")
     ids, bars = prompt_ids(ck.tokenizer, options.prompt)
     print_text(options.prompt, end="")
@@ -5193,75 +4998,61 @@ def run_generate(options):
         ids.append(sample_next(logits[-1] + (0 if n else bars), rng, **options.choice))
         print_text(ck.tokenizer.itos[ids[-1]][int(n == 0 and bars.any()):], end="")
     print()
-    return 0
 
 
-def visible(token):
-    """The characters of a token, each with its marks; blanks and line ends shown."""
-    text = "".join("·" if c == " " else "¶" if c == "\n" else c if c.isprintable() else "�"
-                   for c in token)
-    return re.findall(rf".[{MARKS}]*", text)
-
-
-def padded(characters, width):
-    """Characters cut or filled up to a width in columns; a wide character takes two."""
-    text = ""
-    for c in characters:
-        mark = unicodedata.category(c[0])[0] == "M"
-        size = 2 if unicodedata.east_asian_width(c[0]) in "WF" else 0 if mark else 1
+def cell(token, width):
+    """A token cut or filled up to a width in columns; blanks and line ends are made visible."""
+    shown, text = {" ": "·", "\n": "¶"}, ""
+    for c in re.findall(rf".[{MARKS}]*", token, re.DOTALL):         # each with its marks
+        size = 2 if unicodedata.east_asian_width(c[0]) in "WF" else 1   # columns that it takes
         if size > width:
             break
-        text, width = text + c, width - size
+        text, width = text + shown.get(c, c if c.isprintable() else "�"), width - size
     return text + " " * width
 
 
 def run_look(options):
     """Show what the model sees in a prompt: tokens, surprise, attention, likeliest next tokens."""
-    ck = load_to_use(options.model)
+    ck = load_checkpoint(options.model)
     warn_unknown(ck.tokenizer, options.prompt, "the prompt")
     ids, bars = prompt_ids(ck.tokenizer, options.prompt)
     x = np.array(ids[-ck.config.context:])                                  # (T,)
     logits, cache = forward(ck.params, x, ck.config)                        # (T, V)
-    p = next_probabilities(logits[-1] + bars)                               # (V,)
-    q = next_probabilities(logits[-1] + bars, **options.choice)         # (V,)
-    T, tokens = len(x), [visible(ck.tokenizer.itos[i]) for i in x]
+    p, q = (next_probabilities(logits[-1] + bars, **choice) for choice in ({}, options.choice))
+    T, tokens = len(x), [ck.tokenizer.itos[i] for i in x]
     shown = range(max(0, T - 32), T)
     if len(shown) < len(ids):
         print(f"of {len(ids)} tokens the model reads the last {T} (--context {ck.config.context}); "
               f"shown are the last {len(shown)}")
     print("tokens, and how much each surprised the model (loss in nats)")
     for t in shown:
-        loss = cross_entropy_forward(logits[t - 1:t], x[t:t + 1])[0] if t else None
+        loss = cross_entropy_forward(logits[t - 1:t], x[t:t + 1])[0] if t else math.nan
         bar = f"{loss:8.3f}  {'█' * round(min(40, 4 * loss))}" if t else ""
-        print(f"{t:4}  {padded(tokens[t], 16)} id {x[t]:5}{bar}".rstrip())
+        print(f"{t:4}  {cell(tokens[t], 16)} id {x[t]:5}{bar}".rstrip())
     print("attention of row i to column j: ░ 1/8, ▒ 3/8, ▓ 5/8, █ 7/8 or more")
     for l, block in enumerate(cache["blocks"]):
         for h, A in enumerate(block["attention"]["A"][0]):                  # (T, T)
-            print(f"block {l}, head {h}")
-            for row in range(3):
-                print(" " * 14 + "".join(padded(tokens[t][row:row + 1], 2) for t in shown).rstrip())
+            print(f"block {l}, head {h}\n" + " " * 16 + "".join(f"{t % 100:2}" for t in shown))
             for i in shown:
                 shades = "".join(" ░▒▓█"[round(4 * float(a))] * 2 for a in A[i, shown[0]:i + 1])
-                print(f"{padded(tokens[i], 12)}  {shades}".rstrip())
-    if bars.any():
-        print("the next token stands after the blank that was typed")
+                print(f"{i:4}  {cell(tokens[i], 10)}{shades}".rstrip())
+    print("the next token stands after the blank that was typed\n" * bool(bars.any()), end="")
     print("next token: probability, and with",
           ", ".join(f"{key} {value}" for key, value in options.choice.items()))
     for i in np.argsort(-p, kind="stable")[:10]:
         both = "   ".join(f"{value:6.1%} {'█' * round(18 * value):18}" for value in (p[i], q[i]))
-        print(f"  {padded(visible(ck.tokenizer.itos[i]), 16)} {both}".rstrip())
-    return 0
+        print(f"  {cell(ck.tokenizer.itos[i], 16)} {both}".rstrip())
 
 
 def run_gradcheck(options):
     """Check each operation, then every gradient of a model; exit code 1 where one is wrong."""
-    parts, whole = check_operations(options.seed), check_model(options.seed, options.samples)
-    for name, error in (parts | whole).items():
-        print(f"{name:14} worst relative error {error:.1e}" + "  WRONG" * (not error < 1e-4))
-    wrong = [name for name, error in whole.items() if not error < 1e-4]
-    print(f"{len(whole) - len(wrong)} of {len(whole)} arrays agree with central differences to 1e-4"
-          + (f"; wrong: {', '.join(wrong)}" if wrong else ""))
-    return 1 if wrong or not max(parts.values()) < 1e-4 else 0
+    errors = check_operations(options.seed) | check_model(options.seed, options.samples)
+    wrong = [name for name, error in errors.items() if not error < 1e-4]
+    for name, error in errors.items():
+        print(f"{name:14} worst relative error {error:.1e}" + "  WRONG" * (name in wrong))
+    print(f"{len(errors) - len(wrong)} of {len(errors)} agree with central differences to 1e-4"
+          + f"; wrong: {', '.join(wrong)}" * bool(wrong))
+    return bool(wrong)
 
 
 def play_demos(options):
@@ -5348,7 +5139,11 @@ def run_changed(index):
 
 def run_bench(options):
     """Measure speed and memory of training, tokenizer and generation on this machine."""
-    text = read_text(options.text)
+    def milliseconds(work):                         # the median of nine blocks of calls
+        number, _ = timeit.Timer(work).autorange()
+        return sorted(timeit.repeat(work, number=number, repeat=9))[4] / number * 1000
+
+    text, rng = read_text(options.text), np.random.default_rng(0)
     prepare_for_training()
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, NumPy {np.__version__}")
     sizes = [dict(V=512, T=16, B=16, L=2, H=2, d=32), dict(V=65, T=64, B=12, L=4, H=4, d=128)]
@@ -5358,51 +5153,36 @@ def run_bench(options):
     for size in sizes:
         V, T, B, L, H, d = size.values()
         config = ModelConfig(V, T, T, d, H, 4 * d, L)
-        params, rng = init_params(config, np.random.default_rng(0)), np.random.default_rng(0)
-        batch = rng.integers(0, V, (2, B, T))
-        steps = training_steps(params, repeat(batch), config, AdamW(params),
-                               lambda t: 1e-3, 1.0)
+        params, batch = init_params(config, rng), rng.integers(0, V, (2, B, T))
+        steps = training_steps(params, repeat(batch), config, AdamW(params), lambda t: 1e-3, 1.0)
         ms = milliseconds(lambda: next(steps))
-        print(f"training step, {' '.join(f'{k}={v}' for k, v in size.items())}: {ms:.2f} ms, "
-              f"{B * T / ms * 1000:,.0f} tokens/s")
-    if options.scale:
-        return 0
-    seconds = timeit.timeit(lambda: build_tokenizer(text, 500), number=1)
-    print(f"learning 500 merges from {Path(options.text).name}: {seconds * 1000:.0f} ms, "
-          f"{len(text) / seconds / 1e6:.2f} MB/s")
-    config = ModelConfig(512)
-    params = init_params(config, rng)
-    ms = milliseconds(lambda: generate(params, config, [1] * config.context, 1, rng))
+        print(f"training step, {size}: {ms:.2f} ms, {B * T / ms * 1000:,.0f} tokens/s")
+    ms = milliseconds(lambda: build_tokenizer(text, 500))
+    print(f"learning 500 merges from {Path(options.text).name}: {ms:.0f} ms, "
+          f"{len(text) / ms / 1000:.2f} MB/s")
+    params = init_params(ModelConfig(512), rng)
+    ms = milliseconds(lambda: generate(params, ModelConfig(512), [1] * 16, 1, rng))
     print(f"generation of a token, default sizes: {ms:.2f} ms, {1000 / ms:,.0f} tokens/s")
-    with contextlib.suppress(ImportError):          # not on every system
+    with contextlib.suppress(ImportError, OSError): # not on every system
         import resource
-        unit = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
-        print("peak memory of this process: "
-              f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.0f} MB")
-    return 0
-
-
-def milliseconds(work):
-    """The median time of a call in nine blocks."""
-    timer = timeit.Timer(work)
-    number, _ = timer.autorange()
-    return sorted(timer.repeat(9, number))[4] / number * 1000
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 2 ** (20 if sys.platform == "darwin" else 10)
+        print(f"peak memory of this process: {peak / unit:.0f} MB")
 
 
 # %% [markdown]
 # ### Speed
 #
 # What the book leaves out, since no equation needs it. NumPy asks the system for fresh memory for
-# every large array and gives it back at once, and the system clears each page before it hands it
-# out again; `mallopt` tells the C library to keep freed memory. Matrix products could use several
-# cores while all other work uses one. So each product gets one core, and the halves of a large
-# batch, 53.2 and 53.3 with two parts, are worked on side by side in two threads. How a batch is cut
+# every large array, and the system clears each page before it hands it out; `mallopt` tells the C
+# library to keep freed memory. Each matrix product gets one core, and the halves of a large batch,
+# 53.2 and 53.3 with two parts, are worked on side by side in two threads. How a batch is cut
 # depends on its size alone, so the result does not depend on how many cores there are. And for a
-# small model the count of NumPy's calls is what costs: the optimizer's loop goes over long arrays
-# instead.
+# small model the count of NumPy's calls is what costs: the optimizer's loop goes over long arrays.
 
 # %%
 LARGE = 2 ** 16                                     # B · T · d from which a batch is cut in two
+STRETCH = 2 ** 16                                   # numbers that fit into a fast memory
 
 
 def prepare_for_training():
@@ -5430,11 +5210,7 @@ def one_core_for_products():
 
 @cache
 def second_thread():
-    def begin():
-        np.seterr(all="ignore")                     # as main does for the first thread
-        one_core_for_products()
-
-    return ThreadPoolExecutor(1, initializer=begin)
+    return ThreadPoolExecutor(1, initializer=one_core_for_products)
 
 
 in_turn = batch_loss_and_grads
@@ -5442,151 +5218,190 @@ in_turn = batch_loss_and_grads
 
 def in_halves(params, xb, yb, config, parts=1):
     """As card 53, with the two halves of a large batch at the same time."""
-    if parts > 1:
+    if parts > 1 or len(xb) < 2 or xb.size * config.width < LARGE:
         return in_turn(params, xb, yb, config, parts)
-    if len(xb) < 2 or xb.size * config.width < LARGE:
-        return loss_and_grads(params, xb, yb, config)
-    half, B = len(xb) // 2, len(xb)
-    later = second_thread().submit(loss_and_grads, params, xb[half:], yb[half:], config)
+    half, share_2 = len(xb) // 2, 1 - len(xb) // 2 / len(xb)
+    later = second_thread().submit(np.errstate(all="ignore")(loss_and_grads),
+                                   params, xb[half:], yb[half:], config)
     loss, gbar = loss_and_grads(params, xb[:half], yb[:half], config)
     loss_2, g = later.result()
     for k in gbar:
-        gbar[k] *= half / B
-        gbar[k] += g[k] * ((B - half) / B)                                  # as 53.3
-    return loss * (half / B) + loss_2 * ((B - half) / B), gbar              # as 53.2
+        gbar[k] *= 1 - share_2
+        gbar[k] += g[k] * share_2                                           # as 53.3
+    return loss * (1 - share_2) + loss_2 * share_2, gbar                    # as 53.2
+
+
+def end_to_end(arrays):
+    """The numbers of all matrices in one vector, under True, and all others, under False."""
+    return {matrix: np.concatenate([W.ravel() for W in arrays.values() if (W.ndim > 1) == matrix]
+                                   or [np.zeros(0)]) for matrix in (True, False)}
+
+
+def stretches(long):
+    """{(matrix, start): a stretch}, (1, n) of the matrices and (n,) of all else."""
+    return {(matrix, at): flat[at:at + STRETCH].reshape((1, -1) if matrix else -1)
+            for matrix, flat in long.items() for at in range(0, len(flat), STRETCH)}
 
 
 class LongAdamW(AdamW):
-    """AdamW on two long arrays, of all matrices and of all else, cut into stretches.
-
-    The arrays in params become views of them, and m and v hold such views by name too.
-    """
-    stretch = 2 ** 16                               # numbers, which fit into a fast memory
+    """AdamW on stretches of two long arrays; those in params, m and v become views of them."""
 
     def __init__(self, params, *args, **settings):
-        self.kinds = [[name for name in params if (params[name].ndim > 1) == matrix]
-                      for matrix in (True, False)]
-        longs = [self.end_to_end(params) for _ in range(3)]
-        super().__init__({}, *args, **settings)
-        self.m, self.v, self.stretches = {}, {}, self.cut(longs[0])
-        for arrays, long in zip((params, self.m, self.v), longs):
-            for flat, names in zip(long, self.kinds):
-                if arrays is not params:
-                    flat[...] = 0                   # m and v begin at 0
-                ends = np.cumsum([params[name].size for name in names])[:-1]
-                for name, part in zip(names, np.split(flat, ends)):
-                    arrays[name] = part.reshape(params[name].shape)
-        self.m |= self.cut(longs[1])
-        self.v |= self.cut(longs[2])
-
-    def end_to_end(self, arrays):
-        """All matrices as one vector, and all else."""
-        return [np.concatenate([arrays[name].ravel() for name in names] or [np.zeros(0)])
-                for names in self.kinds]
-
-    def cut(self, long):
-        """{(kind, start): a stretch}, (1, n) of the matrices and (n,) of all else."""
-        return {(kind, at): flat[at:at + self.stretch].reshape((1, -1) if kind == 0 else -1)
-                for kind, flat in enumerate(long) for at in range(0, len(flat), self.stretch)}
+        super().__init__(params, *args, **settings)
+        for arrays in (params, self.m, self.v):
+            long, done = end_to_end(arrays), Counter()
+            for name, W in arrays.items():
+                at, done[W.ndim > 1] = done[W.ndim > 1], done[W.ndim > 1] + W.size
+                arrays[name] = long[W.ndim > 1][at:at + W.size].reshape(W.shape)
+            if arrays is params:
+                self.params = stretches(long)
+            else:
+                arrays |= stretches(long)
 
     def step(self, params, grads, lr):
-        super().step(self.stretches, self.cut(self.end_to_end(grads)), lr)
+        super().step(self.params, stretches(end_to_end(grads)), lr)
 
 
 # %% [markdown]
 # ### The command line
+#
+# Numbers are checked when the command line is read, before any file is; those of a checkpoint too.
 
 # %%
-TOUR = """tinygpt is a GPT in one file, a book that runs. Type, in this order:
+def checked(kind, meaning, fits):
+    """A check for argparse: text to a value of that kind that fits; meaning says in words what."""
+    def check(text):
+        with contextlib.suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {meaning}, got {text!r}")
 
-  python tinygpt.py train              learn from corpus.txt, about half a minute, then write
-  python tinygpt.py generate           let the trained model write
-  python tinygpt.py generate --prompt "The fox"
-  python tinygpt.py look --prompt "The fox and the"      what it sees: attention, likeliest next
-  python tinygpt.py demo softmax       the worked example of one card; 'demo --list' names all 61
-  python tinygpt.py gradcheck          hold every gradient against central differences
+    return check
 
-Then open tinygpt.py and read it from the top. 'python tinygpt.py COMMAND --help' has the options.
-"""
-CHOICE = {"temperature": (0.8, amount, "0: always the likeliest token (0.8)"),
-          "top_k": (0, count, "keep the N likeliest tokens; 0: all (0)"),
-          "top_p": (1.0, share, "keep the likeliest up to this total probability; 1: all (1)")}
+
+count = checked(int, "a whole number from 0 up", lambda n: 0 <= n <= 10 ** 12)
+whole = checked(int, "a whole number from 1 up", lambda n: 1 <= n <= 10 ** 12)
+amount = checked(float, "a number from 0 up", lambda x: 0 <= x < math.inf)
+below_1 = checked(float, "a number from 0 to below 1", lambda x: 0 <= x < 1)
+share = checked(float, "a number above 0 and up to 1", lambda x: 0 < x <= 1)
+file_name = checked(lambda name: "./" * name.startswith("-") + name, "the name of a file",
+                    lambda name: name and name[-1] not in ("/", os.sep))
+OPTIONS = {key: SimpleNamespace(fixed=fixed, default=default, check=check, help=help)
+           for key, fixed, default, check, help in (
+    # fixed: what a checkpoint fixes; the rest may change when training goes on
+    ("merges", True, 1700, count, "merges the tokenizer may learn; 0: plain characters"),
+    ("context", True, 16, whole, "tokens in a window, T"),
+    ("max_context", True, 32, whole, "rows of the position table, Tmax"),
+    ("width", True, 32, whole, "numbers that describe a token, d"),
+    ("heads", True, 2, whole, "attention heads, H; they share the width"),
+    ("hidden", True, 128, whole, "width of the feed-forward layer, F"),
+    ("layers", True, 2, whole, "blocks, L"),
+    ("batch", True, 16, whole, "windows in a step, B"),
+    ("stride", True, None, whole, "tokens from a window's start to the next; default context / 4"),
+    ("val_fraction", True, 0.1, below_1, "share of the text held out for validation; 0: none"),
+    ("seed", True, 0, count, "seed of starting values, batches and samples"),
+    ("epochs", False, 0, count, "passes over the text; 0: --steps says it"),
+    ("steps", False, 5000, count, "steps in all; with --epochs: stop there"),
+    ("lr", False, None, amount, "largest learning rate; default 0.384 / width"),
+    ("lr_min", False, None, amount, "learning rate at the end; default lr / 40"),
+    ("warmup", False, None, count, "steps until the largest rate; default a tenth of them"),
+    ("beta1", False, 0.9, below_1, "AdamW: share kept of the mean gradient"),
+    ("beta2", False, 0.99, below_1, "AdamW: share kept of the mean square"),
+    ("weight_decay", False, 0.1, amount, "AdamW: pull of matrices towards 0"),
+    ("clip", False, 1.0, amount, "largest norm of the gradients; 0: off"),
+    ("eval_every", False, 500, count, "steps between validations; 0: only at the end"))}
+CHOICE = (("temperature", 0.8, amount, "0: always the likeliest token"),
+          ("top_k", 0, count, "keep the N likeliest tokens; 0: all"),
+          ("top_p", 1.0, share, "keep the likeliest up to this total probability; 1: all"))
+
+
+def resolve(options, kept):
+    """Settings, as a checkpoint keeps them: given options, else kept ones, else defaults; and the
+    same with the values filled in that follow from others."""
+    given = {key: getattr(options, key) for key in OPTIONS if getattr(options, key) is not None}
+    for key in given:
+        if OPTIONS[key].fixed and given[key] != kept.get(key, given[key]):
+            raise BadInput(f"--{key.replace('_', '-')} {given[key]} does not fit the checkpoint "
+                           f"{options.out}, which has {kept[key]}: leave the option out, or train "
+                           f"without --resume")
+    settings = {key: option.default for key, option in OPTIONS.items()} | kept | given
+    if given.get("epochs") and "steps" not in given:
+        settings["steps"] = 0                       # a plan that is given lifts another one
+    s = SimpleNamespace(**settings)
+    s.stride = s.stride or max(1, s.context // 4)
+    s.lr = 0.384 / s.width if s.lr is None else s.lr                # larger models, smaller steps
+    s.lr_min = s.lr / 40 if s.lr_min is None else s.lr_min          # lr / 10: 0.02 bits worse
+    if s.lr_min > s.lr:
+        raise BadInput(f"--lr-min {s.lr_min} is larger than --lr {s.lr}: make it smaller")
+    return settings, s
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors on one line."""
+    """argparse with errors on one line that say what was probably meant."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        if bare := [word for word in args or sys.argv if word.endswith("=--")]:
+            self.error(f"{bare[0]}: -- is no value")                # argparse would drop it
+        options, extra = super().parse_known_args(args, namespace)
+        if extra:
+            near = difflib.get_close_matches(extra[0].split("=")[0], self._option_string_actions,
+                                             1, 0.85)
+            self.error(f"{extra[0]} belongs to no option" + (f"; there is {near[0]}" if near else
+                       ": quotes hold a prompt of several words together, --text takes one file"))
+        return options, extra
 
     def error(self, message):
         if message == "argument --prompt: expected one argument":
             message += "; where it begins with a dash, write --prompt=TEXT"
-        tell(f"{self.prog}: {message}; see '{self.prog} --help'".replace("\n", "\\n"))
-        raise SystemExit(2)
+        raise BadInput(f"{message}; see '{self.prog} --help'")
 
     def print_help(self, file=None):                # argparse's own hides that a disk is full
-        print(self.format_help(), end="", file=file, flush=True)
+        print(self.format_help(), end="", file=file)
 
 
 def build_parser():
-    """The command line."""
-    parser = Parser(prog="tinygpt.py", description="A GPT in one file. Without a command: a tour.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    """The command line; each command is a function, and its docstring the help."""
+    parser = Parser(prog="tinygpt.py", description="""A GPT in one file, a book that runs. First
+        'python tinygpt.py train', about half a minute; then 'generate', or 'generate --prompt "The
+        fox"'; 'look --prompt "The fox and the"', what it sees; 'demo softmax', a worked example;
+        'gradcheck'. Then open tinygpt.py and read it from the top. COMMAND --help has the
+        options.""")
+    parser.set_defaults(run=lambda options: parser.print_help())
+    commands = parser.add_subparsers(metavar="COMMAND")
 
-    def command(name, run, help, *options):
-        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
-        sub.set_defaults(run=run, parser=sub)
+    def command(name, run, *options):
+        about = run.__doc__.split("\n")[0]
+        sub = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        sub.set_defaults(run=run)
         for key, default, check, help in options:
-            sub.add_argument(f"--{key.replace('_', '-')}", type=check, default=default, help=help,
-                             metavar="FILE" if check is file_name else "N")
-        return sub.add_argument
+            value = {"action": "store_true"} if check is None else {
+                "type": check, "default": default, "metavar": {file_name: "FILE"}.get(check, "N")}
+            sub.add_argument(f"--{key.replace('_', '-')}", help=help if default in (None, False)
+                             else f"{help} ({default})", **value)
+        return sub
 
-    add = command("train", train, "learn from a text, save the model, write a sample",
-                  ("text", None, file_name, "UTF-8 text (corpus.txt; to go on: the text so far)"),
-                  ("out", "tinygpt.npz", file_name, "the model (tinygpt.npz)"),
-                  ("log", None, file_name, "the curve of the training, as CSV"),
-                  *((key, None, o.check, o.help + f" ({o.default})" * (o.default is not None))
-                    for key, o in OPTIONS.items()))
-    add("--resume", action="store_true", help="go on training the model in --out")
-    model = ("model", "tinygpt.npz", file_name, "(tinygpt.npz)")
-    choice = [(key, *about) for key, about in CHOICE.items()]
-    for add in (command("generate", run_generate, "let a trained model write", model, *choice,
-                        ("tokens", 200, count, "tokens to write (200)"),
-                        ("seed", 0, count, "another seed writes another text (0)")),
-                command("look", run_look, "show what a trained model sees in a prompt", model,
-                        *choice)):
-        add("--prompt", default="", metavar="TEXT", type=plain_lines,
-            help="the text to go on from, in quotes; --prompt=TEXT where it begins with a dash")
-    add = command("demo", play_demos, "play the worked examples of the cards, all or some")
-    add("names", nargs="*", metavar="NAME", help="a card's name or number")
-    add("--list", action="store_true", help="list the cards")
-    add("--changed", action="store_true", help="say which print something else than golden/ has")
-    command("book", run_book, "write the book as one page for a browser",
-            ("out", "tinygpt.html", file_name, "the page (tinygpt.html)"))
-    add = command("bench", run_bench, "measure speed and memory on this machine",
-                  ("text", f"{THIS.parent / 'corpus.txt'}", file_name, "UTF-8 text (corpus.txt)"))
-    add("--scale", action="store_true", help="how the cost grows with T, B, L and d")
-    few = checked(int, "a whole number from 1 to 1000", lambda n: 1 <= n <= 1000)
-    command("gradcheck", run_gradcheck, "hold every gradient against central differences",
-            ("samples", 20, few, "entries drawn from each array (20)"),
-            ("seed", 0, count, "seed of model and entries (0)"))
+    model = ("model", "tinygpt.npz", file_name, "a trained model")
+    prompt = ("prompt", "", plain_lines, "the text to go on from, in quotes; --prompt=TEXT where "
+              "it begins with a dash")
+    text = ("text", f"{THIS.parent / 'corpus.txt'}", file_name, "a UTF-8 text")
+    command("train", train, ("text", None, file_name, "a UTF-8 text; default corpus.txt, or that "
+                             "of the training so far"),
+            ("out", "tinygpt.npz", file_name, "the model"),
+            ("log", None, file_name, "the curve of the training, as CSV"),
+            ("resume", False, None, "go on training the model in --out"),
+            *((key, None, option.check, f"{option.help} ({option.default})" if option.default is
+               not None else option.help) for key, option in OPTIONS.items()))
+    command("generate", run_generate, model, prompt, *CHOICE, ("tokens", 200, count, "to write"),
+            ("seed", 0, count, "another seed writes another text"))
+    command("look", run_look, model, prompt, *CHOICE)
+    command("demo", play_demos, ("list", False, None, "list the cards"),
+            ("changed", False, None, "say which print something else than golden/ has")
+            ).add_argument("names", nargs="*", metavar="NAME", help="a card's name or number")
+    command("book", run_book, ("out", "tinygpt.html", file_name, "the page"))
+    command("bench", run_bench, text, ("scale", False, None, "how cost grows with T, B, L, d"))
+    command("gradcheck", run_gradcheck, ("samples", 20, count, "entries drawn from each array"),
+            ("seed", 0, count, "seed of model and entries"))
     return parser
-
-
-def parse(argv):
-    """The options; words that belong to none get a line that says what was probably meant."""
-    parser = build_parser()
-    if bare := [arg for arg in argv or sys.argv if re.fullmatch(r"--[\w-]+=--", arg)]:
-        parser.error(f"{bare[0]}: -- is no value")  # argparse would drop it
-    options, extra = parser.parse_known_args(argv)
-    options.choice = {key: getattr(options, key, None) for key in CHOICE}
-    if extra:
-        sub, word = getattr(options, "parser", parser), extra[0]
-        known = re.findall(r"--[\w-]+", sub.format_help()) if word.startswith("-") else []
-        near = difflib.get_close_matches(word, known, n=1)
-        sub.error(f"{word} belongs to no option" + (
-            f"; there is a {near[0]}" if near else
-            ": put quotes around a prompt of several words" if hasattr(options, "prompt") else
-            ": --text takes one file" if hasattr(options, "text") else ""))
-    return options
 
 
 def main(argv=None):
@@ -5595,24 +5410,17 @@ def main(argv=None):
         if getattr(sys, name) is None:              # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))
         if hasattr(getattr(sys, name), "reconfigure"):
-            getattr(sys, name).reconfigure(errors="stand-ins")
+            getattr(sys, name).reconfigure(errors="backslashreplace")   # for narrow consoles
     try:
         try:
-            options = parse(argv)
+            options = build_parser().parse_args(argv)
+            options.choice = {key: getattr(options, key, None) for key, *_ in CHOICE}
+            with np.errstate(all="ignore"):         # what is not finite is found and named
+                return int(options.run(options) or 0)
         finally:
-            sys.stdout.flush()                      # what --help has printed
-        if options.command is None:
-            print(TOUR, end="", flush=True)
-            return 0
-        with np.errstate(all="ignore"):             # what is not finite is found and named
-            code = options.run(options)
-        sys.stdout.flush()
-        return code
-    except BadInput as error:                       # any other error is ours, with its traceback
-        tell(f"tinygpt: {error}".replace("\n", "\\n"))
-        return 2
-    except MemoryError:
-        tell("tinygpt: the memory is too small for these sizes: make them smaller")
+            sys.stdout.flush()
+    except (BadInput, MemoryError) as error:        # any other error is ours, with its traceback
+        tell(f"tinygpt: {error or 'the memory is too small'}".replace("\n", "\\n"))
         return 2
     except KeyboardInterrupt:
         tell("tinygpt: interrupted")
