@@ -5218,8 +5218,10 @@ in_turn = batch_loss_and_grads
 
 def in_halves(params, xb, yb, config, parts=1):
     """As card 53, with the two halves of a large batch at the same time."""
-    if parts > 1 or len(xb) < 2 or xb.size * config.width < LARGE:
+    if parts > 1:
         return in_turn(params, xb, yb, config, parts)
+    if len(xb) < 2 or xb.size * config.width < LARGE:
+        return loss_and_grads(params, xb, yb, config)
     half, share_2 = len(xb) // 2, 1 - len(xb) // 2 / len(xb)
     later = second_thread().submit(np.errstate(all="ignore")(loss_and_grads),
                                    params, xb[half:], yb[half:], config)
