@@ -27,9 +27,12 @@ def variants(node, defaults):
     match node:
         case ast.Attribute(ast.Name("s" | "options"), name, ast.Load()) if defaults:
             yield ast.Constant(defaults[name])
-        case ast.Name("OPTIONS" | "CHOICE" as name) if defaults:        # one of them forgotten
-            for key in getattr(t, name):
-                yield ast.Name(f"{{k: v for k, v in {name}.items() if k != {key!r}}}")
+        case ast.Name("OPTIONS") if defaults:       # one of them forgotten
+            for key in t.OPTIONS:
+                yield ast.Name(f"{{k: v for k, v in OPTIONS.items() if k != {key!r}}}")
+        case ast.Name("CHOICE") if defaults:
+            for key, *_ in t.CHOICE:
+                yield ast.Name(f"[row for row in CHOICE if row[0] != {key!r}]")
         case _ if defaults:
             return
         case ast.BinOp(left, ast.MatMult() as op, right):
@@ -77,10 +80,11 @@ def changes(source):
     starts = [0, 0, *(end.end() for end in re.finditer(b"\n", data))]
     cut = lambda n: (starts[n.lineno] + n.col_offset, starts[n.end_lineno] + n.end_col_offset)
     every = lambda *nodes: {node for top in nodes for node in ast.walk(top)}
-    usual = vars(o := t.parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(t.parse(["generate"]))
+    parse = t.build_parser().parse_args
+    usual = vars(o := parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(parse(["generate"]))
     for top in ast.parse(source).body:
         card, name = cards[top.lineno], getattr(top, "name", ast.unparse(top).split(" ")[0])
-        if not (name in ("train", "resolve", "run_generate", "run_look", "parse")
+        if not (name in ("train", "resolve", "run_generate", "run_look", "main")
                 if card == "program" else card and name[:5] != "demo_" and
                 isinstance(top, (ast.FunctionDef, ast.ClassDef, ast.Assign))):
             continue
