@@ -81,7 +81,8 @@ def changes(source):
     cut = lambda n: (starts[n.lineno] + n.col_offset, starts[n.end_lineno] + n.end_col_offset)
     every = lambda *nodes: {node for top in nodes for node in ast.walk(top)}
     parse = t.build_parser().parse_args
-    usual = vars(o := parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(parse(["generate"]))
+    usual = vars(o := parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(parse(["generate"])) \
+        | {"choice": {key: default for key, default, *_ in t.CHOICE}}
     for top in ast.parse(source).body:
         card, name = cards[top.lineno], getattr(top, "name", ast.unparse(top).split(" ")[0])
         if not (name in ("train", "resolve", "run_generate", "run_look", "main")
