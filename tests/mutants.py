@@ -25,7 +25,7 @@ def variants(node, defaults):
     swapped = lambda op: getattr(ast, SWAPS[type(op).__name__])()
     put = lambda row, i, *new: [*row[:i], *new, *row[i + 1:]]
     match node:
-        case ast.Attribute(ast.Name("s" | "options"), name, ast.Load()) if defaults:
+        case ast.Attribute(ast.Name("s" | "options"), name, ast.Load()) if name in (defaults or {}):
             yield ast.Constant(defaults[name])
         case ast.Name("OPTIONS") if defaults:       # one of them forgotten
             for key in t.OPTIONS:
@@ -83,6 +83,7 @@ def changes(source):
     parse = t.build_parser().parse_args
     usual = vars(o := parse(["train"])) | vars(t.resolve(o, {})[1]) | vars(parse(["generate"])) \
         | {"choice": {key: default for key, default, *_ in t.CHOICE}}
+    del usual["run"]                                # the command is no choice of its own
     for top in ast.parse(source).body:
         card, name = cards[top.lineno], getattr(top, "name", ast.unparse(top).split(" ")[0])
         if not (name in ("train", "resolve", "run_generate", "run_look", "main")
