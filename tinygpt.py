@@ -5004,7 +5004,8 @@ def cell(token, width):
     """A token cut or filled up to a width in columns; blanks and line ends are made visible."""
     shown, text = {" ": "·", "\n": "¶"}, ""
     for c in re.findall(rf".[{MARKS}]*", token, re.DOTALL):         # each with its marks
-        size = 2 if unicodedata.east_asian_width(c[0]) in "WF" else 1   # columns that it takes
+        mark = unicodedata.category(c[0])[0] == "M"                 # alone: it takes no column
+        size = 2 if unicodedata.east_asian_width(c[0]) in "WF" else 1 - mark
         if size > width:
             break
         text, width = text + shown.get(c, c if c.isprintable() else "�"), width - size
@@ -5233,10 +5234,11 @@ def in_halves(params, xb, yb, config, parts=1):
     return loss * (1 - share_2) + loss_2 * share_2, gbar                    # as 53.2
 
 
-def end_to_end(arrays):
+def end_to_end(arrays, names):
     """The numbers of all matrices in one vector, under True, and all others, under False."""
-    return {matrix: np.concatenate([W.ravel() for W in arrays.values() if (W.ndim > 1) == matrix]
-                                   or [np.zeros(0)]) for matrix in (True, False)}
+    return {matrix: np.concatenate([arrays[name].ravel() for name in names if matrix ==
+                                    (arrays[name].ndim > 1)] or [np.zeros(0)])
+            for matrix in (True, False)}
 
 
 def stretches(long):
@@ -5250,8 +5252,9 @@ class LongAdamW(AdamW):
 
     def __init__(self, params, *args, **settings):
         super().__init__(params, *args, **settings)
+        self.names = [*params]
         for arrays in (params, self.m, self.v):
-            long, done = end_to_end(arrays), Counter()
+            long, done = end_to_end(arrays, self.names), Counter()
             for name, W in arrays.items():
                 at, done[W.ndim > 1] = done[W.ndim > 1], done[W.ndim > 1] + W.size
                 arrays[name] = long[W.ndim > 1][at:at + W.size].reshape(W.shape)
@@ -5261,7 +5264,7 @@ class LongAdamW(AdamW):
                 arrays |= stretches(long)
 
     def step(self, params, grads, lr):
-        super().step(self.params, stretches(end_to_end(grads)), lr)
+        super().step(self.params, stretches(end_to_end(grads, self.names)), lr)
 
 
 # %% [markdown]

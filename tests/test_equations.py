@@ -570,7 +570,7 @@ def test_adamw_by_hand(gradients, values):
 @pytest.mark.parametrize("shapes", [
     dict(b=(3,), w=(2, 3), c=(2,), z=(3, 1), s=(1, 2, 2)), dict(w=(2, 3), z=(3, 1)), dict(b=(3,))])
 def test_long_arrays_give_bit_for_bit_what_adamw_gives(rng, monkeypatch, shapes, length):
-    monkeypatch.setattr(t.LongAdamW, "stretch", length)
+    monkeypatch.setattr(t, "STRETCH", length)
     start, results = rand_arrays(rng, shapes, np.float32), []
     for kind in (AdamW, t.LongAdamW):
         params = deepcopy(start)
