@@ -4664,8 +4664,9 @@ def run_book(options):
 # A checkpoint holds all that is needed to write, and to go on training as if nothing had happened:
 # arrays, and the rest as JSON text, in one .npz file. It is written to a temporary file in the same
 # folder, loaded again to see that it can be, and moved into the place of the old one. So whatever
-# happens, a whole file stands there. `m` and `v` are the running means of the optimizer, `batch_rng`
-# the state of its generator when the epoch began, `code` the checksum of the code that made it.
+# happens, a whole file stands there. `m` and `v` are the running means of the optimizer,
+# `batch_rng` the state of the generator of batches when the epoch began, `code` a checksum of the
+# code that made it.
 
 # %%
 FORMAT = "tinygpt 1"
@@ -4866,8 +4867,8 @@ def train(options):
     train_ids, val_ids = split_ids(tokenizer.encode(text), s.val_fraction)
     for part, name in ((train_ids, "training"), (val_ids, "validation")):
         if len(part) <= s.context and (name == "training" or s.val_fraction):
-            raise BadInput(f"the {name} part has {len(part)} tokens and needs {s.context + 1}: take "
-                           f"a longer text, fewer --merges, less --context, or --val-fraction 0")
+            raise BadInput(f"the {name} part has {len(part)} tokens and needs {s.context + 1}: "
+                           f"take a longer text, fewer --merges, less --context, or --val-fraction 0")
     x, y = make_windows(train_ids, s.context, s.stride)
     val_x, val_y = make_windows(val_ids, s.context, s.context)
     if not ck:
