@@ -4868,7 +4868,7 @@ def train(options):
     for part, name in ((train_ids, "training"), (val_ids, "validation")):
         if len(part) <= s.context and (name == "training" or s.val_fraction):
             raise BadInput(f"the {name} part has {len(part)} tokens and needs {s.context + 1}: "
-                           f"take a longer text, fewer --merges, less --context, or --val-fraction 0")
+                           f"take a longer text, fewer --merges, less --context or --val-fraction 0")
     x, y = make_windows(train_ids, s.context, s.stride)
     val_x, val_y = make_windows(val_ids, s.context, s.context)
     if not ck:
