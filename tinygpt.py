@@ -4934,7 +4934,7 @@ def train(options):
                 ck.step, val = t, None
                 if t % per_epoch == 0:                      # the next epoch begins here
                     ck.batch_rng = rng.bit_generator.state
-                stopping = asked and t < last               # the last step is the end anyway
+                stopping = len(asked) > 0 and t < last      # the last step is the end anyway
                 measuring = not stopping and (t == last or s.eval_every and t % s.eval_every == 0)
                 if measuring and len(val_x):
                     val = ck.val_loss = validation_loss(params, val_x, val_y, config)
