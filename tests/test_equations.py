@@ -30,7 +30,7 @@ SHAPES = (dict(tok_emb=(V, d), pos_emb=(Tmax, d))
 FAMILY, HINDI = "\U0001f468\u200d\U0001f469\u200d\U0001f467", "हिन्दी"
 AWKWARD = ["  x", "a\tb", "\n\n\n", "x  ", " ", "", "e\u0301\u00e9", "\r\n \r", "don't  we'll",
            FAMILY + " e\u0301 \u00e9", "\u0301a", f"{HINDI} की", "ที่นี่"]
-FIRST, TIES = [1, 0, 0, 0], np.exp([1.5, 0.5, 0.5, 0.5, -1])
+STRANGE = [*"ab zZ09_-.,'\"?sdtlm\t\n\r\v\x00\x1b\x1c\x85\xa0²½é中", "\u0301", "\u0663", "\u200d",
            "\u2028", "\u3000", "\ufeff", "\u093f", "\u0939", FAMILY[0]]
 BELOW_ONE = np.nextafter(1.0, 0.0)
 HALVES, FOUR = [0.5, 0.25, 0.125, 0.125], [0.44, 0.32, 0.16, 0.08]
