@@ -5374,18 +5374,18 @@ def golden_file(card):
 
 
 def difference(before, now):
-    """The name of the first array in which two printed texts differ, and what is wrong with it."""
-    found = [[*re.findall(r"(?m)^(.{0,9}\S(?=  )|)(.*(?:\n {10}.*)*)", text), ("the end", "")]
-             for text in (before, now)]             # [(name, rows), ...]
-    (name, x), (_, y) = next(pair for pair in zip(*found) if pair[0] != pair[1])
+    """The first array in which two printed texts differ, else the first line, and how it does."""
+    parts = r"(?m)^([^\n=]{0,9}[^\s=](?=  )|)(.*(?:\n {10}.*)*)"       # a name or none, and rows
+    found = [[*re.findall(parts, text), ("", "the end")] for text in (before, now)]
+    (name, x), (_, y) = min((pair for pair in zip(*found) if pair[0] != pair[1]),
+                            key=lambda pair: not pair[0][0])
     try:
-        A, B = (np.array([row.split() for row in rows.split("\n")], float)
-                for rows in (x, y or "nothing"))
+        A, B = (np.array([row.split() for row in rows.split("\n")], float) for rows in (x, y))
     except ValueError:                              # no rows of numbers
-        return f"{name.strip()} {y.strip()!r} in place of {x.strip()!r}"
+        return f"{name} {y.strip()!r} in place of {x.strip()!r}".strip()
     said, transposed = f"{name.strip()} {B.shape[len(B) == 1:]}: ", np.array_equal(A, B.T)
     if A.shape != B.shape or transposed:
-        return said + ("transposed" if transposed else f"the shape should be {A.shape}")
+        return said + ("transposed" if transposed else f"it should be {A.shape[len(A) == 1:]}")
     i, j = np.argwhere(A != B)[0]
     said += f"row {i}, column {j} is {B[i, j]:g} in place of {A[i, j]:g}"
     unit = 10.0 ** -len(x.split()[0].partition(".")[2])         # of the last digit
@@ -5428,7 +5428,7 @@ def run_changed(chosen, named):
             lines = (text.splitlines() for text in texts)
             print("", *[*difflib.unified_diff(*lines, n=99, lineterm="")][3:], "", sep="\n")
         print(said := difference(*texts), "made here:", sep="\n")
-        name = re.match(r"\w+|", said.strip())[0] or "no array"
+        name = re.match(r"\w*", said)[0] or "no array"
         made = [x for x in card.tagged if re.match(rf"[^=(]*\b{name}\b[^=(]*= ", x[1])]
         for i, line, tags in made or card.tagged:
             print(f"  line {i}: {line}")
