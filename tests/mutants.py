@@ -128,7 +128,7 @@ def hunt(seed, level="", first=1, last=61, folder=ROOT):
     """Write hunt-SEED.py, the book with a fault in an equation's line of these cards; its path.
 
     level: "hard", one golden file notices; "easy", six or more do; "", any number. Seeds that
-    differ by less than 8 have no fault in common.
+    differ by less than 12 have no fault in common.
     """
     data, path = (ROOT / "tinygpt.py").read_bytes(), folder / f"hunt-{seed}.py"
     lines, texts = data.decode().split("\n"), [
@@ -137,11 +137,14 @@ def hunt(seed, level="", first=1, last=61, folder=ROOT):
             and c.card.isdigit() and first <= int(c.card) <= last and "\n" not in c.old
             and re.search(r"  #.*\(\d+\.\d+\)$", lines[c.line - 1])]
     random.Random(0).shuffle(some)
-    some, turn = some[seed % 8::8], seed // 8 * 7
+    times = Counter()                               # each line once, before one comes again
+    some.sort(key=lambda c: times.update([c.line]) or times[c.line])
+    some, turn = some[seed % 12::12], seed // 12 * 7
     for c in [some[(turn + i) % len(some)] for i in range(len(some))]:
         new = re.sub(r"^(1 \*|0 \+) | ([*/] 1|[-+] 0)$", "", c.new).replace("'", '"')
         copy = (data[:c.start] + new.encode() + data[c.end:]).decode().split("\n")
         code, comment = copy[c.line - 1].split("  #", 1)
+        code = re.sub(r"(?<![\w.\])])\(([\w.]+)\)", r"\1", code)       # (1) * is a bare 1 *
         column = lines[c.line - 1].index("  #")     # of the comment, which is not to move
         copy[c.line - 1] = f"{code.rstrip():{column}}  #{comment}"
         path.write_text("\n".join(copy), encoding="utf-8")

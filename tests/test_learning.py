@@ -1,8 +1,5 @@
 """Learning by doing: cards taken out, faults told and hunted, parts of the model left out."""
-import re
-import shutil
-import subprocess
-import sys
+import re, shutil, subprocess, sys
 
 import pytest
 
@@ -21,14 +18,13 @@ def test_a_blanked_card_says_what_is_missing(card, known={*LINES}):
     if not computed:
         return refused(result, card.slug)
     new = [line for line in result.stdout.split("\n") if line not in known]
-    said = [re.match(r" +raise BadInput\(.to be written: (\(.*).\)  +# .*", line)[1] for line in new]
+    said = [re.match(r" +raise BadInput\(.to be written: (.+).\)  +# .*", line)[1] for line in new]
     assert {*re.findall(r"\((\d+\.\d+)\) ", " ".join(said))} == computed
     with pytest.raises(ValueError, match=rf"^to be written: \({card.n}\.\d+\) ."):
         getattr(changed_module((SOURCE, result.stdout)), card.demo)()
 
 
 def test_a_blanked_file_elsewhere(tmp_path):
-    """It finds golden/ beside itself or where it is called; what needs the card says so."""
     def mine(*args, cwd=tmp_path):
         return subprocess.run([sys.executable, tmp_path / "mine.py", *args], cwd=cwd, text=True,
                               capture_output=True, env=plain_environment(PYTHONUTF8="1"))
@@ -68,7 +64,6 @@ def test_what_is_wrong_is_told(card, old, new, words, capsys):
 
 @pytest.mark.parametrize("level, first, last", [("easy", 1, 61), ("hard", 1, 61), ("", 24, 38)])
 def test_a_hunt(level, first, last, tmp_path):
-    """One line differs and none moves; seeds side by side differ; the answer is judged."""
     faults = set()
     for seed in (3, 4):
         path = mutants.hunt(seed, level, first, last, tmp_path)
