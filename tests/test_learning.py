@@ -57,15 +57,15 @@ def test_the_book_as_it_stands_is_right(names):
     ("52", "lr_max * t", "lr_max / t", "2  η = 0.001250  #####' in place of 't =  2  η = 0.005")])
 def test_what_is_wrong_is_told(card, old, new, words, capsys):
     assert changed_module((old, new)).main(["demo", "--changed", card]) == 1
-    out = capsys.readouterr().out
-    assert words in out and len(out.splitlines()) < 13
+    assert words in (out := capsys.readouterr().out) and len(out.splitlines()) < 13
     assert ("gradcheck" in out) == (card not in ("11", "15", "52"))
 
 
-@pytest.mark.parametrize("level, first, last", [("easy", 1, 61), ("hard", 1, 61), ("", 24, 38)])
-def test_a_hunt(level, first, last, tmp_path):
+@pytest.mark.parametrize("level, first, last, seeds", [     # seeds that need few trials
+    ("easy", 1, 61, (0, 1)), ("hard", 1, 61, (9, 10)), ("", 24, 38, (0, 1))])
+def test_a_hunt(level, first, last, seeds, tmp_path):
     faults = set()
-    for seed in (3, 4):
+    for seed in seeds:
         path = mutants.hunt(seed, level, first, last, tmp_path)
         lines = path.read_text(encoding="utf-8").split("\n")
         [i] = [i for i, pair in enumerate(zip(LINES, lines, strict=True)) if len({*pair}) == 2]
