@@ -5432,7 +5432,7 @@ def run_changed(chosen, named):
         made = [x for x in card.tagged if re.match(rf"[^=(]*\b{name}\b[^=(]*= ", x[1])]
         for i, line, tags in made or card.tagged:
             print(f"  line {i}: {line}")
-            print(*(f"    ({tag})  {card.equations.get(tag)}" for tag in tags), sep="\n")
+            print(*(f"    ({tag})  {card.equations.get(tag, '')}" for tag in tags), sep="\n")
         for tag in sorted(card.equations.keys() - sum((x[2] for x in card.tagged), card.derived)):
             print(f"  no line has ({tag})  {card.equations[tag]}")
         print("Then:", ", ".join(f"{card.n or card.slug}" for card, *_ in changed[1:]) or "none")
