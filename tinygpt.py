@@ -4627,7 +4627,6 @@ def run_book(options):
     """Write the book as one page for a browser."""
     Path(options.out).write_text(Page().whole(), encoding="utf-8")
     tell(f"the book as a page is in {options.out}: open it in a browser")
-    return 0
 
 
 # %% [markdown]
@@ -4832,7 +4831,7 @@ def train(options):
     path = max(found or [name], key=lambda path: checksum(path) == kept.get("checksum"))
     text, settings["text"], settings["checksum"] = read_text(path), Path(path).name, checksum(path)
     timer = threading.Timer(1, tell, [f"reading {len(text):,} characters"])
-    timer.daemon = True                             # for what takes longer than a second
+    timer.daemon = True                             # for texts that take longer than a second
     timer.start()
     try:
         tokenizer = ck.tokenizer if ck else build_tokenizer(text, s.merges)
@@ -4926,6 +4925,8 @@ def train(options):
                 if t in (last // 100, last // 10, last // 2):
                     say.line(f"--- after {t} steps\n{sample()}")
     except (FloatingPointError, BadInput) as error:         # BadInput: numbers that are not finite
+        if "to be written" in f"{error}":                   # by 'blank'; not diverged
+            raise
         say.line(f"{error}: training has diverged, and {out} stays as it was saved last; try a "
                  f"smaller --lr (now {s.lr:g}), --clip or --weight-decay")
         return 1
@@ -5031,88 +5032,6 @@ def run_gradcheck(options):
     return bool(wrong)
 
 
-def play_demos(options):
-    """Play the demos of the named cards, or all, or say which have changed."""
-    index = cards()
-    if options.changed:
-        return run_changed(index)
-    known = {card.slug: card for card in index} | {str(card.n): card for card in index if card.n}
-    for name in options.names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            raise BadInput(f"there is no demo {name!r}: "
-                           + (f"did you mean {', '.join(near)}? " if near else "")
-                           + "'python tinygpt.py demo --list' names all")
-    for i, card in enumerate([known[name] for name in options.names] or index):
-        if options.list:
-            print(f"{card.n or '':2}  {card.slug:22}  line {card.line:4}  {card.title}"
-                  + f" ({card.direction})" * (card.direction not in card.title.lower())
-                  + f": {', '.join(card.functions)}" * bool(card.functions))
-            continue
-        if len(options.names) != 1:
-            number = f"{card.n}." if card.n else "55. continued:"
-            print("\n" * (i > 0) + f"=== {number} {card.title} ({card.slug})")
-        globals()[card.demo]()
-    return 0
-
-
-def golden_file(card):
-    """Where the output of a card's demo is kept."""
-    return THIS.parent / "golden" / f"{f'{card.n:02d}-' if card.n else ''}{card.slug}.txt"
-
-
-def run_changed(index):
-    """Play every demo, say which print something else than golden/ has, and the first in full."""
-    changed, crashed, wrong = [], {}, []
-    for card in index:
-        out, golden = io.StringIO(), golden_file(card)
-        before = golden.read_text(encoding="utf-8") if golden.exists() else ""
-        try:
-            with contextlib.redirect_stdout(out):
-                globals()[card.demo]()
-        except Exception as error:
-            at = [frame for frame in traceback.extract_tb(error.__traceback__)
-                  if frame.filename == train.__code__.co_filename][-1]
-            crash = (f"line {at.lineno}: {at.line.split('  #')[0].strip()}\n"
-                     f"  {type(error).__name__}: {error}")
-            crashed.setdefault(crash, []).append(f"{card.n or card.slug}")
-        if out.getvalue() != before:
-            changed.append((card, before.splitlines(), out.getvalue().splitlines()))
-    print(f"{len(changed)} of {len(index)} demos print something else than golden/ has")
-    for card, before, now in changed[:1]:
-        print(f"The first is card {card.n or card.slug}, {card.title}, line {card.line}:\n")
-        print(*list(difflib.unified_diff(before, now, n=99, lineterm=""))[3:], sep="\n")
-        name_of = lambda line: re.match(r".{0,9}\S(?=  )|", line)[0].strip()
-        names, old, new = [], {}, {}
-        for lines, arrays in ((before, old), (now, new)):           # {name: its lines}
-            for line in lines:
-                names = names if line.startswith(" " * 10) else [name_of(line) or "a sentence"]
-                arrays.setdefault(names[0], []).append(line)
-        other = [name for name in old if old[name] != new.get(name)] + ["the end"]
-        same = [name for name in old if name not in [*other, "a sentence"]]
-        print(f"\nAs before: {', '.join(same) or 'no array'}. "
-              f"The first that is not: {other[0]}, made here:")
-        made = [x for x in card.tagged if x[1].startswith(re.match(r"\w*", other[0])[0] + " ")]
-        for i, line, tags in made or card.tagged:
-            print(f"  line {i}: {line}")
-            print(*(f"    ({tag})  {card.equations.get(tag)}" for tag in tags), sep="\n")
-        lost = card.equations.keys() - {tag for _, _, tags in card.tagged for tag in tags}
-        for tag in sorted(tag for tag in lost if not made and tag not in card.derived):
-            print(f"  no line has ({tag})  {card.equations[tag]}")
-        print("Then:", ", ".join(f"{card.n or card.slug}" for card, *_ in changed[1:]) or "none")
-    for crash, names in crashed.items():
-        print(f"Crashed: {', '.join(names)} at {crash}")
-    try:
-        wrong = [name for name, error in (check_operations(0) | check_model(0, 3)).items()
-                 if not error < 1e-4]
-        print(f"gradcheck: wrong are {', '.join(wrong)}" if wrong else "gradcheck: all agree")
-    except Exception as error:
-        print(f"gradcheck: crashed, {type(error).__name__}: {error}")
-    if changed:
-        print("Intended? Then " + "change the backward too, and " * bool(wrong) + "'make golden'.")
-    return 1 if changed or wrong or crashed else 0
-
-
 def run_bench(options):
     """Measure speed and memory of training, tokenizer and generation on this machine."""
     def milliseconds(work):                         # the median of nine blocks of calls
@@ -5144,6 +5063,143 @@ def run_bench(options):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         unit = 2 ** (20 if sys.platform == "darwin" else 10)
         print(f"peak memory of this process: {peak / unit:.0f} MB")
+
+
+# %% [markdown]
+# ### Learning by doing
+#
+# `demo --changed` holds what the cards print against `golden/`. `blank` takes the mathematics of
+# some of them out; whoever writes it anew asks `demo --changed CARD` whether it is right.
+
+# %%
+def named_cards(names):
+    """The cards of these names or numbers; all, where none is given."""
+    index = cards()
+    known = {card.slug: card for card in index} | {str(card.n): card for card in index if card.n}
+    for name in names:
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+            raise BadInput(f"there is no demo {name!r}: " + f"did you mean {near}? " * bool(near)
+                           + "'python tinygpt.py demo --list' names all")
+    return [known[name] for name in names] or index
+
+
+def play_demos(options):
+    """Play the demos of the named cards, or all, or say which have changed."""
+    chosen = named_cards(options.names)
+    if options.changed:
+        return run_changed(chosen, bool(options.names))
+    for i, card in enumerate(chosen):
+        if options.list:
+            print(f"{card.n or '':2}  {card.slug:22}  line {card.line:4}  {card.title}"
+                  + f" ({card.direction})" * (card.direction not in card.title.lower())
+                  + f": {', '.join(card.functions)}" * bool(card.functions))
+            continue
+        if len(options.names) != 1:
+            number = f"{card.n}." if card.n else "55. continued:"
+            print("\n" * (i > 0) + f"=== {number} {card.title} ({card.slug})")
+        globals()[card.demo]()
+
+
+def run_blank(options):
+    """Write the book with the statements that carry some cards' equations taken out."""
+    texts = {tag: text.strip() for card in named_cards(options.names)
+             for tag, text in card.equations.items()}
+
+    def raising(match):                             # the indent and the comment stay
+        tags = [tag for tag in re.findall(r"\((\d+\.\d+)\)", match[2]) if tag in texts]
+        said = "to be written: " + "; ".join(f"({tag}) {texts[tag]}" for tag in tags)
+        return f"{f'{match[1]}raise BadInput({said!r})':74}  {match[2]}" if tags else match[0]
+
+    source = THIS.read_text(encoding="utf-8")
+    statement = r"(?m)^( +)\S.*  (# .*\(\d+\.\d+\))$(?:\n\1 +\S.*)*"
+    if (book := re.sub(statement, raising, source)) == source:
+        raise BadInput(f"no line of code carries an equation of {', '.join(options.names)}")
+    file = open(options.out, "x", encoding="utf-8") if options.out else sys.stdout
+    print(book, end="", file=file, flush=True)      # x: a new file, not over somebody's work
+
+
+def golden_file(card):
+    """Where the output of a card's demo is kept."""
+    folder = THIS.parent / "golden"
+    if not folder.is_dir() and not (folder := Path("golden").resolve()).is_dir():
+        raise BadInput(f"there is no folder golden beside {THIS}, and no {folder}")
+    return folder / f"{f'{card.n:02d}-' if card.n else ''}{card.slug}.txt"
+
+
+def difference(before, now):
+    """The first array in which two printed texts differ, else the first line, and how it does."""
+    parts = r"(?m)^([^\n=]{0,9}[^\s=](?=  )|)(.*(?:\n {10}.*)*)"       # a name or none, and rows
+    found = [[*re.findall(parts, text), ("", "the end")] for text in (before, now)]
+    (name, x), (_, y) = min((pair for pair in zip(*found) if pair[0] != pair[1]),
+                            key=lambda pair: not pair[0][0])
+    try:
+        A, B = (np.array([row.split() for row in rows.split("\n")], float) for rows in (x, y))
+    except ValueError:                              # no rows of numbers
+        return f"{name} {y.strip()!r} in place of {x.strip()!r}".strip()
+    said, transposed = f"{name.strip()} {B.shape[len(B) == 1:]}: ", np.array_equal(A, B.T)
+    if A.shape != B.shape or transposed:
+        return said + ("transposed" if transposed else f"it should be {A.shape[len(A) == 1:]}")
+    i, j = np.argwhere(A != B)[0]
+    said += f"row {i}, column {j} is {B[i, j]:g} in place of {A[i, j]:g}"
+    unit = 10.0 ** -len(x.split()[0].partition(".")[2])         # of the last digit
+    for axis, what in ((None, "all numbers"), (1, "the rows"), (0, "the columns")):
+        k = (A * B).sum(axis, keepdims=True) / (A * A).sum(axis, keepdims=True)
+        if k.size < A.size and abs(A).max(axis).min() > 20 * unit \
+                and (abs(B - k * A) <= unit * (1 + abs(k))).all():
+            factors = ", ".join(f"{x:.4g}" for x in k.flat) + " (sign)" * bool((k < 0).any())
+            return f"{said}; {what} are {factors} times what they should be"
+    return said
+
+
+def run_changed(chosen, named):
+    """Play demos, say which print something else than golden/ has, and what of the first."""
+    changed, stopped, errors = [], {}, {}
+
+    def attempt(work, who):
+        """What work() returns; where it stops, the place is kept for who."""
+        try:
+            return work()
+        except Exception as error:
+            at = [frame for frame in traceback.extract_tb(error.__traceback__)
+                  if frame.filename == train.__code__.co_filename][-1]
+            code = f"{at.line.split('  #')[0].strip()}\n  {type(error).__name__}: "
+            crash = f"line {at.lineno}: {code * (not isinstance(error, BadInput))}{error}"
+            stopped.setdefault(crash, []).append(who)
+
+    for card in chosen:
+        out, golden = io.StringIO(), golden_file(card)
+        before = golden.read_text(encoding="utf-8") if golden.exists() else ""
+        with contextlib.redirect_stdout(out):
+            attempt(globals()[card.demo], f"{card.n or card.slug}")
+        if out.getvalue() != before:
+            changed.append((card, before, out.getvalue()))
+    print(f"{len(changed)} of {len(chosen)} demos print something else than golden/ has"
+          + ": right" * (not changed))
+    for card, *texts in changed[:not (named and stopped)]:
+        print(f"The first is card {card.n or card.slug}, {card.title}, line {card.line}:")
+        if not named:
+            lines = (text.splitlines() for text in texts)
+            print("", *[*difflib.unified_diff(*lines, n=99, lineterm="")][3:], "", sep="\n")
+        print(said := difference(*texts), "made here:", sep="\n")
+        name = re.match(r"\w*", said)[0] or "no array"
+        made = [x for x in card.tagged if re.match(rf"[^=(]*\b{name}\b[^=(]*= ", x[1])]
+        for i, line, tags in made or card.tagged:
+            print(f"  line {i}: {line}")
+            print(*(f"    ({tag})  {card.equations.get(tag, '')}" for tag in tags), sep="\n")
+        for tag in sorted(card.equations.keys() - sum((x[2] for x in card.tagged), card.derived)):
+            print(f"  no line has ({tag})  {card.equations[tag]}")
+        print("Then:", ", ".join(f"{card.n or card.slug}" for card, *_ in changed[1:]) or "none")
+    if not named or any(card.direction == "backward" for card in chosen):
+        errors = attempt(lambda: check_operations(0) | check_model(0, 3), "gradcheck") or {}
+    for crash, names in stopped.items():
+        print(f"Stopped: {', '.join(names)} at {crash}")
+    wrong = [name for name, error in errors.items() if not error < 1e-4]
+    if errors:
+        print("gradcheck:", f"wrong are {', '.join(wrong)}" if wrong else "all agree")
+    if changed and not named:
+        print("Intended? Then " + "change the backward too, and " * bool(wrong) + "'make golden'.")
+    return bool(changed or wrong or stopped)
 
 
 # %% [markdown]
@@ -5377,6 +5433,8 @@ def build_parser():
     command("demo", play_demos, ("list", False, None, "list the cards"),
             ("changed", False, None, "say which print something else than golden/ has")
             ).add_argument("names", nargs="*", metavar="NAME", help="a card's name or number")
+    command("blank", run_blank, ("out", None, file_name, "a new file; else to the screen")
+            ).add_argument("names", nargs="+", metavar="CARD", help="a card's name or number")
     command("book", run_book, ("out", "tinygpt.html", file_name, "the page"))
     command("bench", run_bench, text, ("scale", False, None, "how cost grows with T, B, L, d"))
     command("gradcheck", run_gradcheck, ("samples", 20, count, "entries drawn from each array"),

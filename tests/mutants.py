@@ -130,6 +130,60 @@ def who_sees(source, kind="cards", suite=True):
     return ""
 
 
+def hunt(seed, level="", first=1, last=61, folder=ROOT):
+    """Write hunt-SEED.py, the book with a fault in an equation's line of these cards; its path.
+
+    level: "hard", one golden file notices; "easy", six or more do; "", any number. Seeds that
+    differ by less than 12 have no fault in common.
+    """
+    data, path = (ROOT / "tinygpt.py").read_bytes(), folder / f"hunt-{seed}.py"
+    lines, texts = data.decode().split("\n"), [
+        t.golden_file(card).read_text("utf-8") for card in t.cards()]
+    some = [c for c in changes(data.decode()) if c.kind == "cards" and c.new.strip() != "pass"
+            and c.card.isdigit() and first <= int(c.card) <= last and "\n" not in c.old
+            and re.search(r"  #.*\(\d+\.\d+\)$", lines[c.line - 1])]
+    random.Random(0).shuffle(some)
+    times = Counter()                               # each line once, before one comes again
+    some.sort(key=lambda c: times.update([c.line]) or times[c.line])
+    some, turn = some[seed % 12::12], seed // 12 * 7
+    for c in [some[(turn + i) % len(some)] for i in range(len(some))]:
+        new = re.sub(r"^(1 \*|0 \+) | ([*/] 1|[-+] 0)$", "", c.new).replace("'", '"')
+        copy = (data[:c.start] + new.encode() + data[c.end:]).decode().split("\n")
+        code, comment = copy[c.line - 1].split("  #", 1)
+        code = re.sub(r"(?<![\w.\])])\(([\w.]+)\)", r"\1", code)       # (1) * is a bare 1 *
+        column = lines[c.line - 1].index("  #")     # of the comment, which is not to move
+        copy[c.line - 1] = f"{code.rstrip():{column}}  #{comment}"
+        path.write_text("\n".join(copy), encoding="utf-8")
+        played = subprocess.run(
+            ["sh", "-c", 'ulimit -t 20; exec "$@"', "sh", sys.executable, path, "demo"],
+            capture_output=True, encoding="utf-8", env=os.environ | {"PYTHONUTF8": "1"})
+        outs = re.split(r"(?:^|\n)=== .*\n", played.stdout)[1:]
+        n = sum(map(str.__ne__, outs, texts)) if played.returncode == 0 else 0
+        if n and level in ("", "hard" if n == 1 else "easy" if n > 5 else None):
+            return path
+    path.unlink(missing_ok=True)
+    sys.exit(f"seed {seed} has no such fault: take another")
+
+
+def verdict(path, answer):
+    """Whether a hunt's fault is in this line, or in that of this equation; "show" shows it."""
+    pairs = zip(*(file.read_text("utf-8").split("\n") for file in (ROOT / "tinygpt.py", path)))
+    for i, (old, new) in enumerate(pairs, 1):
+        if old != new and answer in ("show", f"{i}", *re.findall(r"\((\d+\.\d+)\)", old)):
+            return f"{'Look' if answer == 'show' else 'Yes'}: line {i}\n- {old}\n+ {new}"
+    return f"No, the fault is not {answer}. Go on, or end the hunt with ANSWER=show"
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["hunt"]:
+    seed, level, among, answer = sys.argv[2:]
+    path = ROOT / f"hunt-{seed}.py" if answer else \
+        hunt(int(seed), level, *map(int, among.split("-")))
+    print(verdict(path, answer) if answer else f"""One line of {path.name} is wrong. Which?
+  python {path.name} demo --changed
+  python {path.name} gradcheck
+  make hunt SEED={seed} ANSWER=...      an equation such as 38.9, or the number of a line""")
+    sys.exit()
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", metavar="CARD", help="1 to 61, loop, program; check: not in all")
