@@ -3016,7 +3016,7 @@ if __name__ == "__main__": demo(demo_model_backward)
 # without end. float64 numbers are rounded at about 16 digits, so an f of size 1 carries an error
 # near 1e-16, which is divided by 2h. Constant factors left aside, the two errors, h² and 1e-16 / h,
 # are equal where h³ = 1e-16, a little below 1e-5. In float32, with 7 digits, h³ = 1e-7 leaves an
-# error of 2e-5 of the size of f, so checks run in float64.
+# error of 2e-5, so checks run in float64.
 #
 # Shapes:  x of any shape gives g of the same shape.
 
@@ -4081,9 +4081,9 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **7b.** A float32 number has about 7 digits, so a loss of about 2 has an error near 1e-7. 47.1
 #   divides it by 2h = 2e-5, which makes an error near 0.005. That is several percent of a usual
-#   slope here, and the check allows 0.01 percent. Measuring again with a tenth of the step makes
-#   the error ten times as large. Besides, W + h itself is rounded. The measured slope is wrong, not
-#   the gradient.
+#   slope here, and the check allows 0.01 percent. The second step, a tenth of it, makes the error
+#   ten times as large. Besides, W + h itself is rounded. The measured slope is wrong, not the
+#   gradient.
 #
 # - **8a.** With the corrections mhat = g and vhat = g², so u is g/|g| and the number moves by 0.01,
 #   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to give the

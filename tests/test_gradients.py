@@ -170,7 +170,6 @@ def test_the_check_passes_right_gradients_and_restores_what_it_moved(small, rng)
     worst = t.check_params(*small, rng, samples=6)
     assert list(worst) == list(params) and not wrong(worst)
     assert all(map(np.array_equal, (*params.values(), x, y), before))   # exactly
-    assert max(t.check_params(*small, rng, h=0.5).values()) > 1e-3      # it uses its step
 
 
 @pytest.mark.parametrize("name, factor, term", [

@@ -87,4 +87,4 @@ def test_the_parts_that_the_readme_leaves_out_can_be_left_out(row):
         assert n == 1
     module = changed_module((SOURCE, source))
     assert max((module.check_operations(0) | module.check_model(0, 3)).values()) < 1e-4
-    t.parse(["train", *" ".join(re.findall(r"`(--.+?)`", row)).split()])
+    t.build_parser().parse_args(["train", *" ".join(re.findall(r"`(--.+?)`", row)).split()])
