@@ -4089,22 +4089,20 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to give the
 #   same step. For β2 = 0.999, √v = 0.0316 |g|: the first step is 3.16 times as long.
 #
-# - **8b.** Golden files that change: 18, 46, 49 to 51, 53. All gradients are too large by a factor,
-#   the number of positions. AdamW divides m by the root of v, where a common factor cancels, and
-#   the demo of card 61 does not clip; so its training looks healthy. But the norm of 51.1 is too
-#   large by that factor too, so a limit c that only the largest gradients should reach now cuts
-#   them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20 steps, and now
-#   in all. Only where c is so small that it cut every gradient before, clipping takes the factor
-#   away again. And a plain step against the gradient would be far too long. The gradient check
-#   tells at once.
+# - **8b.** Golden files that change: 18, 46, 49 to 51, 53. The gradients are too large by a factor,
+#   the number of positions that go through the model at once: B T, or less where a batch is worked
+#   on in parts, so in card 53 the parts no longer agree. AdamW divides m by the root of v, where a
+#   common factor cancels, and the demo of card 61 does not clip; so its training looks healthy. But
+#   the norm of 51.1 has that factor too, and a limit c that only the largest gradients should reach
+#   now cuts them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20
+#   steps, and now in all. The gradient check tells at once.
 #
 # - **9a.** (2.5440 + 4.1966)/2 = 3.3703 and (2.9195 + 2.9500 + 2.9260)/3 = 2.9318; their mean is
 #   3.1511, and the loss is 3.1072. The first two windows got 1/4 each, the other three 1/6 each,
-#   and all should get 1/5. So each part must divide by the size of the whole batch.
+#   and all should get 1/5. So each part must count by its share of the batch.
 #
 # - **9b.** ⌈1,000 / 16⌉ = 63 steps for each epoch, 189 in all. The last batch has 1,000 - 62 · 16 =
-#   8 windows. Each of them has the weight 1/8 in its step, where the others have 1/16: twice as
-#   much.
+#   8 windows. Each weighs 1/8 in its step, where the others weigh 1/16: twice as much.
 #
 # - **10a.** Dividing logits by τ raises each probability to the power 1/τ, and then all are scaled
 #   to the sum 1. At 2: roots 0.8, 0.4, 0.4, 0.2, sum 1.8, which makes 0.4444, 0.2222, 0.2222,
@@ -4121,43 +4119,37 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # %% [markdown]
 # ## Terms and sources
 #
-# The field's words, and the cards that explain them: activation function 13; Adam, AdamW 50;
-# attention 28 to 37; backpropagation, chapter 3; bias correction 50; BPE, byte pair encoding,
-# chapter 1; broadcasting 11; causal mask 33; clipping by global norm 51; cosine decay 52;
-# cross-entropy 17; dropout, left out; embedding, chapter 4; epoch 9; exponential moving average 50;
-# feed-forward network, MLP 39; GELU, exercise 3c; gradient accumulation 53; gradient check 47 to
-# 49; greedy decoding 56; head 29, LM head 45; hidden unit 13; Jacobian 16; key, query, value 28;
-# LayerNorm 20; learning rate 50; logit 17; loss 17; maximum likelihood 17; mini-batch 53; moments
-# 50; nucleus sampling 59; overfitting 55; perplexity 19; position embedding 25; pre-LN 41;
-# regularisation 50; ReLU 13; residual stream 41; scaled dot-product attention 32; SGD, stochastic
-# gradient descent 50; softmax 15; stride 7; sublayer 41; temperature 57; token 1; top-k 58;
-# vanishing gradient 42; vocabulary 4; warm-up 52; weight decay 50; weight tying 45; Xavier
-# initialisation 23.
+# The field's words, and the cards that explain them, where the title of a card does not say it:
+# activation function 13; Adam 50; attention 28 to 37; backpropagation, chapter 3; bias correction
+# 50; BPE, byte pair encoding, chapter 1; broadcasting 11; clipping by global norm 51; cosine decay
+# 52; dropout, left out; epoch 9; exponential moving average 50; feed-forward network, MLP 39; GELU,
+# exercise 3c; gradient accumulation 53; greedy decoding 56; LM head 45; hidden unit 13; Jacobian
+# 16; key, query, value 28; learning rate 50; logit, loss, maximum likelihood 17; moments 50;
+# nucleus sampling 59; overfitting 55; pre-LN 41; regularisation 50; residual stream, sublayer 41;
+# SGD, stochastic gradient descent 50; stride 7; token 1; vanishing gradient 42; warm-up 52; weight
+# decay 50; weight tying 45.
 #
 # Where the ideas come from:
 #
-# - Byte pair encoding: P. Gage, 1994, A new algorithm for data compression; for words, R. Sennrich,
-#   B. Haddow and A. Birch, 2016, Neural machine translation of rare words with subword units.
-# - Backpropagation: D. Rumelhart, G. Hinton and R. Williams, 1986, Learning representations by
-#   back-propagating errors.
-# - Xavier initialisation: X. Glorot and Y. Bengio, 2010, Understanding the difficulty of training
-#   deep feedforward neural networks.
-# - Residual connections: K. He, X. Zhang, S. Ren and J. Sun, 2016, Deep residual learning for image
-#   recognition.
-# - Layer normalisation: J. Ba, J. Kiros and G. Hinton, 2016, Layer normalization.
-# - Attention and the transformer: A. Vaswani and others, 2017, Attention is all you need.
-# - GPT: A. Radford and others, 2018, Improving language understanding by generative pre-training;
+# - Byte pair encoding: Gage, 1994, A new algorithm for data compression; for words, Sennrich and
+#   others, 2016, Neural machine translation of rare words with subword units.
+# - Backpropagation: Rumelhart and others, 1986, Learning representations by back-propagating errors.
+# - Xavier initialisation: Glorot and Bengio, 2010, Understanding the difficulty of training deep
+#   feedforward neural networks.
+# - Residual connections: He and others, 2016, Deep residual learning for image recognition.
+# - Layer normalisation: Ba and others, 2016, Layer normalization.
+# - Attention and the transformer: Vaswani and others, 2017, Attention is all you need.
+# - GPT: Radford and others, 2018, Improving language understanding by generative pre-training;
 #   2019, Language models are unsupervised multitask learners (GPT-2).
-# - Pre-LN: R. Xiong and others, 2020, On layer normalization in the transformer architecture.
-# - Adam: D. Kingma and J. Ba, 2015, Adam: a method for stochastic optimization. Decoupled decay:
-#   I. Loshchilov and F. Hutter, 2019, Decoupled weight decay regularization.
-# - Clipping: R. Pascanu, T. Mikolov and Y. Bengio, 2013, On the difficulty of training recurrent
-#   neural networks.
-# - Cosine decay: I. Loshchilov and F. Hutter, 2017, SGDR: stochastic gradient descent with warm
-#   restarts. Warm-up: P. Goyal and others, 2017, Accurate, large minibatch SGD.
-# - Top-k: A. Fan, M. Lewis and Y. Dauphin, 2018, Hierarchical neural story generation.
-# - Nucleus sampling: A. Holtzman and others, 2020, The curious case of neural text degeneration.
-# - GELU: D. Hendrycks and K. Gimpel, 2016, Gaussian error linear units.
+# - Pre-LN: Xiong and others, 2020, On layer normalization in the transformer architecture.
+# - GELU: Hendrycks and Gimpel, 2016, Gaussian error linear units.
+# - Adam: Kingma and Ba, 2015, Adam: a method for stochastic optimization. Weight decay beside it:
+#   Loshchilov and Hutter, 2019, Decoupled weight decay regularization.
+# - Clipping: Pascanu and others, 2013, On the difficulty of training recurrent neural networks.
+# - Cosine decay: Loshchilov and Hutter, 2017, SGDR: stochastic gradient descent with warm restarts.
+#   Warm-up: Goyal and others, 2017, Accurate, large minibatch SGD.
+# - Top-k: Fan and others, 2018, Hierarchical neural story generation.
+# - Nucleus sampling: Holtzman and others, 2020, The curious case of neural text degeneration.
 
 # %% [markdown]
 # ## The program
@@ -4400,14 +4392,12 @@ def equation(lines, at, roomy=True):
             r" \quad ".join(typeset(tree, True) for tree in trees))
 
 
-# the parts of a text cell, and of code; what a drawing's lines are called
+# the parts of a text cell, and of code
 PARTS = re.compile(r"(?P<heading>#+ .*)\n|(?P<item>- .*\n(?:(?:  .*)?\n)*)|(?P<apart>(?:    .*\n)+)"
                    r"|(?P<prose>(?:.+\n)+)")
 CODE = re.compile(
     r"(?P<s>f?(?:\"\"\"[^\0]*?\"\"\"|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'))|(?P<c>#.*)"
     rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)|(?P<f>(?<=def |ass )\w+)|(?P<n>\b\d[\d.e-]*\b)")
-STROKES = str.maketrans({"─": " ", "┬": " fork ", "├": " from the fork ", "└": " from the fork ",
-                         "┐": " to the join ", "┘": " to the join ", "┴": " join "})
 
 
 class Page:
@@ -4523,9 +4513,10 @@ class Page:
         elif any(TAGGED.fullmatch(f"#     {x}") for x in lines) or all("=" in x for x in lines):
             return self.equations(lines, at)
         elif not re.fullmatch(r"[a-z]+(?: {2,}[a-z ]+)+", lines[0]):
-            label = html.escape(" ".join("; ".join(lines).translate(STROKES).split()))
-            image = f' role="img" aria-label="{label}"' * ("─" in "".join(lines))
-            return f"<pre{image}>" + html.escape("\n".join(lines)) + "</pre>"
+            text = html.escape("\n".join(lines))
+            label = re.sub(r"[\s─-╿]+", " ", text)          # a drawing without its strokes
+            image = f' role="img" aria-label="{label}"' * ("─" in text)
+            return f"<pre{image}>{text}</pre>"
         head = "".join(f'<th scope="col">{cell}</th>' for cell in rows[0])
         rows = ["".join(f"<td>{self.inline(cell)}</td>" for cell in row) for row in rows[1:]]
         return f"<table><tr>{head}</tr><tr>{'</tr><tr>'.join(rows)}</tr></table>"
@@ -4538,8 +4529,7 @@ class Page:
             group.append(tag[1] if tag else line)
             if tag or not any(tags) and (lines + ["."])[i + 1][0] not in " =":
                 mathml, tex = equation(group, at + i)
-                signs = re.sub(r"\\(?!quad|math|oper|text|frac|left|right|hat)\w+", "x", tex)
-                width = max(len(re.sub(r"\\\w+|[\\,{}_^ ]", "", x)) for x in signs.split(r"\quad"))
+                width = max(len(re.sub("[_^ ]", "", x)) for x in re.split("  +", " ".join(group)))
                 name, number = "", ""
                 if tag:
                     name, to = f' id="eq-{tag[3]}"', "code" if tag[3] in self.places else "eq"
