@@ -4529,7 +4529,8 @@ class Page:
             group.append(tag[1] if tag else line)
             if tag or not any(tags) and (lines + ["."])[i + 1][0] not in " =":
                 mathml, tex = equation(group, at + i)
-                width = max(len(re.sub("[_^ ]", "", x)) for x in re.split("  +", " ".join(group)))
+                signs = re.sub(r"\\(?!quad|math|oper|text|frac|left|right|hat)\w+", "x", tex)
+                width = max(len(re.sub(r"\\\w+|[\\,{}_^ ]", "", x)) for x in signs.split(r"\quad"))
                 name, number = "", ""
                 if tag:
                     name, to = f' id="eq-{tag[3]}"', "code" if tag[3] in self.places else "eq"
