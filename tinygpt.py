@@ -29,75 +29,70 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # A GPT is a program that reads a text and says what comes next, one small piece at a time. This
 # file holds a whole one: the code that cuts text into pieces, the network that scores the next
 # piece, the derivatives that tell each number of the network how to change, the training, and the
-# writing. No step of it is left to a library for machine learning: NumPy does arithmetic on arrays,
-# sorts and draws random numbers, and every formula of the network stands here.
+# writing. No step is left to a library for machine learning: NumPy does arithmetic on arrays, sorts
+# and draws random numbers, and every formula of the network stands here.
 #
 # The route of a text through it: each piece, called a token, becomes an id, a whole number (chapter
 # 1). Each id becomes a row of d numbers (chapter 4). The rows pass through L blocks. Each block has
 # attention, which mixes the rows of different positions (chapter 5), and a feed-forward layer,
 # which works on each row alone (chapter 6). Out comes, at each position, a score for each token
-# that might come next. The scores become probabilities, and one token is drawn from them (chapter
-# 10).
+# that might come next. The scores become probabilities, and one token is drawn (chapter 10).
 #
 # ## How to read this file
 #
-# The book has ten chapters with 61 sections, called cards. A card takes one step. It says what the
-# step is for and why it has this form, states the step as numbered equations, gives the shapes,
-# then the code, then a demo with numbers small enough to redo by hand. What a demo prints is kept
-# in the folder `golden`, so a change to the code of an equation shows up there as a difference;
-# `golden/training.txt` is the transcript of a short training run.
+# The ten chapters have 61 sections, called cards. A card takes one step. It says what the step is
+# for, states it as numbered equations, gives the shapes, then the code, then a demo with numbers
+# small enough to redo by hand. What a demo prints is kept in the folder `golden`, so a change to
+# the code of an equation shows up there as a difference; `golden/training.txt` is the transcript of
+# a short training run.
 #
-# - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of the
-#   equation, and again at the end of the line of code that carries the equation out. 'As 15.2'
-#   marks code that does the same elsewhere.
-# - A dagger † marks an equation that no line of code is labelled with: a step of a derivation, the
-#   same said in another way, or a fact worth knowing. A demo may show it with numbers.
-# - Behind most lines that make an array, a comment gives its shape: `# (T, d)` is T rows, d
-#   columns.
+# - A number like 15.2 names the second equation of card 15. It stands at the end of the equation,
+#   and again at the end of the line of code that carries it out. 'As 15.2' marks code that does the
+#   same elsewhere.
+# - A dagger † marks an equation that labels no line of code, such as a step of a derivation.
+# - A comment behind most lines that make an array gives its shape: `# (T, d)` is T rows, d columns.
 # - A window of T tokens is a matrix with a row for each position, (T, d). A batch is its windows,
 #   one below the other in one tall matrix. Rows do not see each other except in attention, so the
 #   same code serves both, and the shapes are given for one window. Where attention splits a matrix
 #   into windows and heads, its arrays have one more axis in front, for the windows.
-# - The loss is one number that says how wrong the model's predictions are.
-# - `dX` is always the derivative of the loss with respect to X, in short, by X, or, with a word
-#   behind it such as dX_branch, one of several parts that add up to it. It has the shape of X,
-#   since each entry of X has its own derivative. Taken together, the derivatives of the loss by all
-#   numbers of an array are called its gradient.
-# - A small enough step against the gradient, each number less a little of its derivative, makes the
-#   loss smaller. Training is many steps of this kind (chapter 8).
+# - The loss is one number that says how wrong the model's predictions are. `dX` is always the
+#   derivative of the loss with respect to X, in short, by X, or, with a word behind it such as
+#   dX_branch, one of several parts that add up to it. It has the shape of X, since each entry of X
+#   has its own derivative. Together, such derivatives are called the gradient. A small enough step
+#   against it, each number less a little of its derivative, makes the loss smaller. Training is
+#   many steps of this kind (chapter 8).
 # - A backward function stands beneath its forward function, or beneath the last of several, and
 #   goes through the same steps in reverse order.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
-# Each chapter ends with exercises; the answers stand together at the end of the book. Some need
-# later chapters, and can wait: 2b, 3a, 4a, 4b, 5a and 6a. To do one that changes a line, change it
-# and type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
-# prints now in place of what it should, names the others, and whether the gradients still agree
-# with slopes that are measured, as chapter 7 explains. Then undo the change.
+# Each chapter ends with exercises; the answers stand at the end of the book. Some need later
+# chapters, and can wait: 2b, 3a, 4a, 4b, 5a and 6a. To do one that changes a line, change it and
+# type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
+# prints now, names the others, and checks the gradients as chapter 7 explains. Then undo the
+# change.
 #
 # You need Python, the little NumPy of the next section, and school calculus: the derivatives of
 # sums, products, quotients and powers, of exp and the natural log (the logarithm to the base e; all
 # logarithms here are natural), and the chain rule. Cards 23 and 32 also use variances, and that
 # those of independent numbers add up; card 23 an integral, card 47 Taylor's formula. ∂Y/∂X is the
-# derivative of Y by X while all else is held fixed. The chain rule is the engine of the whole book,
-# so here it is in the form that is used throughout. When the loss depends on X only through Y, each
-# entry of X may touch several entries of Y, and their effects add up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An
-# array that is used in several places gets such a sum from each place, and these add up too.
+# derivative of Y by X while all else is held fixed. The chain rule is used throughout in this form:
+# when the loss depends on X only through Y, each entry of X may touch several entries of Y, and
+# their effects add up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array that is used in several places gets such
+# a sum from each place, and these add up too.
 #
-# For those who know GPT-2, the main differences: the tokenizer works on characters where GPT-2's
-# works on bytes, the bend in the feed-forward layer is a ReLU where GPT-2 has a GELU, the output
-# layer has a matrix and a bias of its own where GPT-2 reuses the token table, weights start by
-# another rule (card 23), and training switches nothing off at random (dropout).
+# GPT-2 differs in this: its tokenizer works on bytes, not characters, its bend in the feed-forward
+# layer is a GELU, not a ReLU, its output layer reuses the token table and has no bias, its weights
+# start by another rule than card 23, and its training switches numbers off at random (dropout).
 #
 # ## A little NumPy
 #
-# An array is a table of numbers with a shape. X of shape (3, 4), the window of the running example,
-# is a matrix of 3 rows and 4 columns:
+# An array is a table of numbers with a shape. X of shape (3, 4) is a matrix of 3 rows and 4
+# columns:
 #
 #     X.shape               (3, 4); X.ndim, the number of axes, is 2
 #     X[0], X[:, 1]         row 0, shape (4,); column 1, shape (3,)
 #     X[1:], X[[2, 0, 2]]   rows 1 and 2, shape (2, 4); rows 2, 0 and 2 again, shape (3, 4)
-#     X + Y, X * Y          entry by entry, for two arrays of one shape
+#     X + Y, X * Y          entry by entry, for two arrays of one shape; np.exp(X) likewise
 #     X + b                 b of shape (4,) is added to each row: it is broadcast along the rows
 #     X * s                 s of shape (3, 1) gives each row a factor of its own: broadcast too
 #     X @ W                 the matrix product with a W of shape (4, 6): shape (3, 6); of stacks of
@@ -110,6 +105,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     X[None]               one more axis in front: shape (1, 3, 4)
 #     A.swapaxes(-1, -2)    the last two axes exchanged: the transpose of each matrix in a stack
 #     X += Y                changes X itself, where X = X + Y makes a new array
+#     np.arange(3), np.eye(3)   0, 1, 2; the matrix (3, 3) with 1 on the diagonal, else 0
 #
 # ## The letters
 #
@@ -121,16 +117,12 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     H, hs    attention heads, head size d / H               2, 16      n_head, d_head
 #     F        width of the feed-forward layer                128        d_ff
 #     L        blocks                                         2          n_layer
-#     V        tokens in the vocabulary                       from the text
-#     N        ids in a stream                                from the text
+#     V, N     tokens in the vocabulary, ids in a stream      from the text
 #     t        a position in a window; in chapters 8 and 9 a step; M_t is row t of a matrix M
 #     i, j, k  indices; in attention i asks and j is asked
-#     ∑_k      the sum over all k
-#     ∈, ⇒, ←  is a member of; hence; is replaced by
-#     argmax   the place at which something is largest
+#     ∈, ⇒, ←  is a member of; hence; is replaced by; argmax is the place of the largest
 #     ℝ^(T×a)  all matrices of T rows and a columns
-#     δ_ij     1 where i = j, else 0
-#     1[...]   1 where the condition holds, else 0
+#     δ_ij     1 where i = j, else 0; 1[...] is 1 where the condition holds, else 0
 #     1        a column of ones; 1 bᵀ repeats the row b in every row
 #     ᵀ, ⊙     transpose; entry by entry product
 #     ‖, ⌊ ⌋, ⌈ ⌉   size of a vector; rounding down; rounding up
@@ -139,27 +131,22 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # (cards 28 to 38), as everywhere in the field. h numbers a head in cards 29 to 36, and is a small
 # step in cards 21 and 47 to 49. x is a window of ids, and elsewhere just an input. Small letters
 # such as a, b, c, m, s and w are explained where they occur, and hold for that card. At the default
-# sizes B, T and hs happen to be equal, and so are Tmax and d, and H and L; the letters tell them
-# apart.
+# sizes B, T and hs happen to be equal, and so are Tmax and d, and H and L.
 #
 # ## The notation of formulas
 #
-# Formulas are plain text, written so that one small grammar reads all of them and can set them as
-# mathematics (`python tinygpt.py book`):
+# Formulas are plain text, which `python tinygpt.py book` sets as mathematics:
 #
-# - Letters in a row are one name: `dX`, `Xhat`, `logits`. With a blank between them they are a
-#   product: `2 d F`. A number may touch the letter that it multiplies: `2d`.
+# - Letters in a row are one name: `dX`. Names with a blank between them are a product: `a b`.
+#   A number may touch the letter that it multiplies: `2d`.
 # - `_` puts the letters and digits that follow, or a bracket, below the line, and `^` above it:
-#   `X_tj`, `m_(t-1)`. A power stands before the index: `g²_k`. The signs ᵀ, ², ³, ' and * that
-#   touch a name belong to it.
+#   `X_tj`, `m_(t-1)`. A power stands before the index: `g²_k`. ∑_k is the sum over all k.
 # - A name that touches a bracket is a function or an array with its argument: `exp(z)`, `ids[t]`.
-#   With a blank between them, or after a bracket, it is a product: `s (a + b)`, `(a + b)(c + d)`.
-# - A slash without blanks divides what touches it: `1/d`, `∂Y/∂X`. One with blanks divides the
-#   whole product before it by the whole product behind it: `dS Kh / √hs`.
+#   With a blank between them it is a product: `s (a + b)`.
+# - A slash without blanks divides what touches it: `1/d`. One with blanks divides the whole product
+#   before it by the whole product behind it: `dS Kh / √hs`.
 # - √ and ∂ take what touches them. ∑, max, log and the like, with a blank behind, take the whole
 #   product that follows: `∑_k X_tk W_kj`.
-# - Words such as if, else and for are words, and so are two or more small words in a row. Two or
-#   more blanks part what is said side by side.
 #
 # ## The configuration
 #
@@ -226,16 +213,15 @@ def block_params(params, l):
 #
 # One tiny model goes through the whole book: the text below, windows of T = 3 tokens, width d = 4,
 # H = 2 heads, F = 6, one block, and parameters with one decimal, so that a pocket calculator is
-# enough. The sizes differ, all but H and hs, so that most swapped axes show. `example(card)` builds
-# what the demo of `card` starts from, with the functions of earlier cards only. Three things come
-# early or from outside: X0, the input of chapter 3, which card 26 explains; Xn2 in cards 39 and 40,
-# which card 41 explains; and the gradient dY, which is made up. Demos that need other numbers bring
-# their own. What is printed is rounded, while the computation goes on with all digits, so the last
-# digit may differ by a little when you redo a step with the printed numbers. Where a demo runs the
-# whole model or all of a backward pass, as in cards 42, 46, 49, 53, 55 and 61, in the training
-# loop, and at the end of 50, 51 and 56, its results would take an evening by hand. And what a
-# random generator draws, in cards 9, 23, 32, 43, 49, 60 and 61 and in the loop, has to be taken as
-# given.
+# enough. `example(card)` builds what the demo of `card` starts from, with the functions of earlier
+# cards only. Three things come early or from outside: X0, the input of chapter 3, which card 26
+# explains; Xn2 in cards 39 and 40, which card 41 explains; and the gradient dY, which is made up.
+# Demos that need other numbers bring their own. What is printed is rounded, while the computation
+# goes on with all digits, so the last digit may differ by a little when you redo a step. Where a
+# demo runs the whole model or all of a backward pass, as in cards 42, 46, 49, 53, 55 and 61, in the
+# training loop, and at the end of 50, 51 and 56, its results would take an evening by hand. And
+# what a random generator draws, in cards 9, 23, 32, 43, 49, 60 and 61 and in the loop, has to be
+# taken as given.
 #
 # `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
 # file runs as a program, the command line decides (see 'The program' at the end).
@@ -333,24 +319,21 @@ def demo(function):
 # ### 1. Pre-tokens and word counts
 #
 # Before pieces are joined, the text is cut into pre-tokens, roughly words, and no token will ever
-# cross such a cut. Without the cut, "e t" might become a token because many words end in e and many
+# cross such a cut. Without it, "e t" might become a token because many words end in e and many
 # begin with t, and the vocabulary would fill up with scraps of two words. A word takes the one
-# blank before it along, so " the" is one pre-token, and a single blank before a word needs none of
-# its own.
+# blank before it along, so " the" is one pre-token.
 #
 # The pattern tries its alternatives from left to right: the endings of English contractions, such
 # as 's; then letters, digits, or other signs, each with at most one blank before; then a run of
 # blanks and line ends, but for the last one if something follows; then that last one. An accent or
 # a vowel sign that Unicode writes as a mark of its own belongs to the letter before it, and so do
 # the two joiners that stand within words of some scripts. Every character lands in exactly one
-# piece. That matters: a lost character could never be decoded again. Nothing is normalised either,
-# such as two spellings of é made one, so text comes back as it went in, if every character is
-# known. The first alternative knows small letters and the straight apostrophe only, and cannot tell
-# that from an opening quote: at the beginning of a text, 'the is cut into 't and he.
+# piece, and nothing is normalised, such as two spellings of é made one, so text comes back as it
+# went in. The first alternative cannot tell an apostrophe from an opening quote: at the beginning
+# of a text, 'the is cut into 't and he.
 #
 # Learning the merges, in the next two cards, never looks at the text again, only at each distinct
-# pre-token w and the number of places where it stands. A text of a million words has far fewer
-# distinct ones.
+# pre-token w and the number of places where it stands.
 #
 #     n_w = |{i : pretoken[i] = w}|                                                       (1.1)
 #
@@ -359,10 +342,9 @@ def demo(function):
 # Shapes: none; a text becomes a dict {pre-token: count}.
 
 # %%
-marks = "".join(char if unicodedata.category(char)[0] == "M" else " "
-                for char in map(chr, range(0x300, 0x20000)))        # in Unicode's order
-MARKS = "".join(f"{run[0]}-{run[-1]}" for run in marks.split())     # a range for each run
-MARKS += "\U000e0100-\U000e01ef\u200c\u200d"         # variation selectors, and two joiners
+MARKS = "".join(char for char in map(chr, range(0x300, 0x20000))
+                if unicodedata.category(char)[0] == "M")
+MARKS += "\U000e0100-\U000e01ef\u200c\u200d"         # variation selectors, and the two joiners
 PRE_TOKEN = re.compile(r"'(?:[stmd]|re|ve|ll)"      # endings of contractions
                        r"| ?[^\W\d_]+"             # letters: what \w stands for, less digits and _
                        rf"(?:(?![\0-\u02ff])[{MARKS}]+[^\W\d_]*)*"   # with marks, from U+300 on
@@ -383,7 +365,7 @@ def demo_pre_tokens():
     print(f"cut   {'|'.join(PRE_TOKEN.findall(e.text))}")
     for word, n in count_words(e.text).items():
         print(f"n_w = {n}  for w = {word!r}")
-    awkward = "It's 2 a.m.,\n\n isn't_it?"
+    awkward = "It's 2 a.m.,\n\nisn't_it,  voila\u0300 हिन्दी?"
     pieces = PRE_TOKEN.findall(awkward)
     print(f"\ntext  {awkward!r}")
     print(f"cut   {'|'.join(repr(piece)[1:-1] for piece in pieces)}")
@@ -394,35 +376,33 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # %% [markdown]
 # ### 2. Pair frequency and the best pair
 #
-# At the start each pre-token is the list of its characters. Now count every pair of neighbours
-# inside a pre-token. A pre-token that occurs n_w times counts n_w times; toks_w is its present list
-# of tokens.
+# At the start each pre-token w is the list toks_w of its characters. Now count every pair of
+# neighbours inside a pre-token. A pre-token that occurs n_w times counts n_w times.
 #
 #     f(a, b) = ∑_w n_w · |{i : toks_w[i] = a, toks_w[i+1] = b}|                          (2.1)
 #     (a*, b*) = argmax over (a, b) of f(a, b)                                            (2.2)
 #
 # The best pair (a*, b*) is joined everywhere (card 3), which makes a new token, and the counting
-# starts again. The order in which pairs are joined is all that the tokenizer learns, besides the
-# characters (card 4). Each join is called a merge.
+# starts again. Each join is called a merge. The order of the merges is all that the tokenizer
+# learns, besides the characters (card 4).
 #
 # Two rules are needed where the equations are silent. Among equally frequent pairs the smallest one
 # wins, with (a, b) compared as Python compares tuples of strings. Otherwise the result would depend
 # on the order of a dict. And a pair must occur at least twice: joining a pair that occurs once
 # saves a single token and costs one in the vocabulary. So there may be fewer merges than asked for.
 #
-# `places` has, for each pair, the number of the pre-token for every place where the pair stands, so
-# the sum of 2.1 adds up the counts of these. Card 3 will need to know them.
+# `places` tells for each pair in which pre-tokens it stands; card 3 will need it.
 #
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
 # %%
-def count_pairs(words, counts):
-    """f, {(a, b): count}, and places, {(a, b): [number of a word, ...]} (card 2)."""
-    places = defaultdict(list)
-    for i, tokens in enumerate(words):
+def count_pairs(toks, n):
+    """f, {(a, b): count}, and places, {(a, b): [w, ...]}, of {w: tokens} and {w: n_w} (card 2)."""
+    f, places = Counter(), defaultdict(list)
+    for w, tokens in toks.items():
         for pair in zip(tokens, tokens[1:]):
-            places[pair].append(i)
-    f = Counter({pair: sum(counts[i] for i in where) for pair, where in places.items()})  # (2.1)
+            f[pair] += n[w]                                                 #         (2.1)
+            places[pair].append(w)
     return f, places
 
 
@@ -432,18 +412,11 @@ def best_pair(f):
 
 
 def demo_pair_frequency():
-    e = example(2)
-    f, _ = count_pairs([list(word) for word in e.word_counts], list(e.word_counts.values()))
-    print("before any merge, f(a, b):")
-    for (a, b), count in sorted(f.items(), key=lambda item: (-item[1], item[0])):
-        places = " + ".join(f"{n} in {w!r}" for w, n in e.word_counts.items() if a + b in w)
-        print(f"{a!r:>4} {b!r:>4}  {count} = {places}")
-    print(f"the best pair is {best_pair(f)}")
-    f, places = count_pairs([list("aaab"), list("lmlm"), list("aa")], [1, 2, 3])
-    print("aaab once, lmlm twice, aa three times:")
-    for pair, count in f.items():
-        print(f"f{pair} = {count}, in words {places[pair]}")
-    print(f"(a, a) occurs 2 times in aaab; the best pair is {best_pair(f)}")
+    for n in (example(2).word_counts, {"aaab": 1, "lmlm": 2}):
+        f, places = count_pairs({w: list(w) for w in n}, n)
+        for pair, count in sorted(f.items(), key=lambda item: (-item[1], item[0])):
+            print(f"f{pair} = {count} = {' + '.join(f'{n[w]} in {w!r}' for w in places[pair])}")
+        print(f"the best pair is {best_pair(f)}\n")
     print(f"of equally many (b, a) and (a, b) it is {best_pair({('b', 'a'): 1, ('a', 'b'): 1})}")
 
 if __name__ == "__main__": demo(demo_pair_frequency)
@@ -456,80 +429,64 @@ if __name__ == "__main__": demo(demo_pair_frequency)
 #     [..., a, b, ...] → [..., ab, ...]   (ab is one token)                               (3.1)
 #
 # The scan goes from left to right, and a token that has just been joined is not joined again by the
-# same merge. So a a a becomes aa a: the middle a is used up by the first hit, although card 2
-# counted the pair (a, a) twice here. `join` puts 3.1 into practice and also tells between which
-# neighbours it joined, for learning needs these.
+# same merge. So a a a becomes aa a, although card 2 counted the pair (a, a) twice here.
 #
 # Learning is now a loop: find the best pair, join it everywhere, count again. Counting everything
-# again is not needed. A merge changes only the pairs around the places where it happens: a token to
-# the left of a join was the neighbour of a and is now that of ab; one to the right was that of b
-# and is now that of ab. The old terms are taken out of the sum of 2.1 and the new ones put in. In a
-# b a b, the second join takes out the pair (ab, a) that the first has put in. A place where a pair
-# no longer stands stays in its list: `join` finds nothing there. The best pair comes from a heap, a
-# list that hands out its smallest entry cheaply: among entries (-f, pair) that is the most frequent
-# pair, and among equals the smallest one, as in 2.2. When a count changes and is still above 1, an
-# entry with the new one is added; an entry that is out of date is dropped when it comes up.
+# again is not needed: a token to the left of a join was the neighbour of a and is now that of ab;
+# one to the right was that of b and is now that of ab. The old terms are taken out of the sum 2.1
+# and the new ones put in. In a b a b, the second join takes out the pair (ab, a) that the first has
+# put in. The best pair comes from a heap, a list that hands out its smallest entry cheaply: among
+# entries (-f, pair) that is the most frequent pair, and among equals the smallest one, as in 2.2.
+# When a count changes, an entry with the new one is added; an entry that is out of date is dropped
+# when it comes up.
 #
 # Shapes: none; a list of tokens becomes a list that is as long or shorter.
 
 # %%
-def join(tokens, pair):
-    """Tokens with each occurrence of pair joined, and its neighbours [(left, right), ...] (card 3).
-
-    A neighbour is "" where there is none; on the right it is the one before any join.
-    """
-    (a, b), joined, neighbours = pair, [], []
-    for i, token in enumerate(tokens):
-        if token == b and joined and joined[-1] == a:
-            joined[-1] = a + b                                              #         (3.1)
-            neighbours.append((joined[-2] if len(joined) > 1 else "",
-                               tokens[i + 1] if i + 1 < len(tokens) else ""))
-        else:
-            joined.append(token)
-    return joined, neighbours
-
-
 def merge_tokens(tokens, pair):
     """A new list of tokens in which each occurrence of pair is one token (card 3)."""
-    return join(tokens, pair)[0]
-
-
-def learn_merges(words, counts, n_merges):
-    """The merges [(a, b), ...], applied to words [tokens, ...] in place; each counts[i] times."""
-    f, places = count_pairs(words, counts)
-    heap, merges = [(-n, pair) for pair, n in f.items()], []
-    heapify(heap)
-    while heap and len(merges) < n_merges:
-        minus_f, best = heappop(heap)                                       # as 2.2
-        if -minus_f != f[best]:
-            continue                                                        # out of date
-        if f[best] < 2:
-            break
-        merges.append(best)
-        (a, b), ab = best, best[0] + best[1]
-        lefts, rights = defaultdict(list), defaultdict(list)
-        for i in dict.fromkeys(places.pop(best)):           # each once, in order
-            words[i], neighbours = join(words[i], best)
-            for left, right in neighbours:
-                lefts[left].append(i)
-                rights[right].append(i)
-        swaps = [((left, a), (left, ab), where) for left, where in lefts.items() if left]
-        swaps += [((b, right), (ab, right), where) for right, where in rights.items() if right]
-        for old, new, where in swaps:
-            n = sum(counts[i] for i in where)
-            f[old] -= n                                                     # old terms out
-            f[new] += n                                                     # new terms in
-            places[new] += where
-        f[best] = 0                                                         # joined everywhere
-        for pair in {pair: None for old, new, _ in swaps for pair in (old, new)}:
-            if f[pair] > 1:
-                heappush(heap, (-f[pair], pair))
-    return merges
+    (a, b), joined = pair, []
+    for token in tokens:
+        if token == b and joined and joined[-1] == a:
+            joined[-1] = a + b                                              #         (3.1)
+        else:
+            joined.append(token)
+    return joined
 
 
 def train_bpe(word_counts, n_merges):
     """The merges [(a, b), ...] in order, at most n_merges of them (cards 2 and 3)."""
-    return learn_merges([list(word) for word in word_counts], list(word_counts.values()), n_merges)
+    toks, merges = {w: list(w) for w in word_counts}, []
+    f, places = count_pairs(toks, word_counts)
+    heap = [(-count, pair) for pair, count in f.items()]
+    heapify(heap)
+    while len(merges) < n_merges and heap and heap[0][0] < -1:
+        minus_f, (a, b) = heappop(heap)                                     # as 2.2
+        if -minus_f != f[a, b]:
+            continue                                                        # out of date
+        merges.append((a, b))
+        ab, lefts, rights = a + b, defaultdict(list), defaultdict(list)
+        for w in set(places[a, b]):
+            joined = [""]                                   # no neighbour on the left
+            for token, right in zip(toks[w], [*toks[w][1:], ""]):
+                if token == b and joined[-1] == a:
+                    joined[-1] = ab                                         # as 3.1
+                    lefts[joined[-2]].append(w)
+                    rights[right].append(w)
+                else:
+                    joined.append(token)
+            toks[w] = joined[1:]
+        swaps = [((left, a), (left, ab), where) for left, where in lefts.items() if left]
+        swaps += [((b, right), (ab, right), where) for right, where in rights.items() if right]
+        for old, new, where in swaps:
+            n = sum(word_counts[w] for w in where)
+            f[old] -= n                                                     # old terms out
+            f[new] += n                                                     # new terms in
+            places[new] += where
+            heappush(heap, (-f[old], old))
+            heappush(heap, (-f[new], new))
+        del f[a, b]                                                         # joined everywhere
+    return merges
 
 
 def train_bpe_on_text(text, n_merges):
@@ -539,27 +496,20 @@ def train_bpe_on_text(text, n_merges):
 
 def demo_apply_merge():
     e = example(3)
+    for n in (3, 4):
+        print(f"{n} a in a row with the pair (a, a): {merge_tokens(['a'] * n, ('a', 'a'))}")
     merges = train_bpe(e.word_counts, e.n_merges)
-    joined, neighbours = join(list("abcab"), ("a", "b"))
-    print(f"a b c a b with the pair (a, b): {joined}")
-    print(f"joined between {neighbours}")
+    print(f"merges of the running example: {merges}")
     for word in e.word_counts:
-        tokens = list(word)
-        steps = ["|".join(tokens)]
+        steps = [tokens := list(word)]
         for pair in merges:
-            tokens = merge_tokens(tokens, pair)
-            steps.append("|".join(tokens))
-        print("  ->  ".join(f"{step:9}" for step in steps).rstrip())
-    print(f"merges: {merges}")
+            steps.append(tokens := merge_tokens(tokens, pair))
+        print("  ->  ".join(f"{'|'.join(step):9}" for step in steps).rstrip())
     print("after the first, ' ' 's', ' ' 't', 's' 'e' tie at 3; then ' ' 't', ' s' 'e' do")
     print("merges of other texts, at most so many:")
-    print(f"nmlknmlk, 3, a tie: {train_bpe_on_text('nmlknmlk', 3)}")
-    print(f"abcdef, 3, no pair occurs twice: {train_bpe_on_text('abcdef', 3)}")
-    print(f"xabyab, 3, only one does: {train_bpe_on_text('xabyab', 3)}")
-    print(f"abab b b, 6, a word twice: {train_bpe_on_text('abab b b', 6)}")
-    print(f"bbabaabbabaababbabbbbaba, 9:\n  {train_bpe_on_text('bbabaabbabaababbabbbbaba', 9)}")
-    print(f"a a a with the pair (a, a):   {merge_tokens(['a', 'a', 'a'], ('a', 'a'))}")
-    print(f"a a a a with the pair (a, a): {merge_tokens(['a', 'a', 'a', 'a'], ('a', 'a'))}")
+    for text, n in (("nmlknmlk", 3), ("x", 3), ("abcdef", 3), ("xabyab", 3), ("abab b b", 6),
+                    ("aaaababbabb", 6)):
+        print(f"{text}, {n}: {train_bpe_on_text(text, n)}")
 
 if __name__ == "__main__": demo(demo_apply_merge)
 
@@ -567,7 +517,7 @@ if __name__ == "__main__": demo(demo_apply_merge)
 # ### 4. The vocabulary
 #
 # The network sees no strings, only whole numbers, called ids. The vocabulary is the list that says
-# which token has which id. `itos` leads from id to string and `stoi` back.
+# which token has which id.
 #
 #     itos = [<unk>] + [characters, first seen first]
 #            + [new merged tokens, in merge order]                                        (4.1)
@@ -575,8 +525,8 @@ if __name__ == "__main__": demo(demo_apply_merge)
 # Id 0 stands for anything unknown, such as a character that the training text never held. The
 # characters keep their own ids, because a word that no merge fits must still be spelled. 'New' says
 # that a string gets one id only, even if two merges should spell it, as ab + c and a + bc would.
-# The code takes the characters from the distinct pre-tokens. Those stand in the order in which they
-# were first seen and hold every character of the text, so its characters come in the same order.
+# The code takes the characters from the distinct pre-tokens, which stand in the order in which they
+# were first seen and hold every character of the text.
 #
 # Shapes: `itos` has V strings. That is the V of the whole book.
 
@@ -584,60 +534,29 @@ if __name__ == "__main__": demo(demo_apply_merge)
 UNK = "<unk>"
 
 
-@dataclass
-class Tokenizer:
-    """Text to ids and back. itos: [token, ...], merges: [(a, b), ...] (cards 4 and 5)."""
-    itos: list
-    merges: list
-
-    def __post_init__(self):
-        self.stoi = {token: i for i, token in enumerate(self.itos)}
-        self.ranks = {pair: rank for rank, pair in enumerate(self.merges)}
-        self.ids_of = {}                                    # {pre-token seen before: its ids}
-
-    def encode(self, text):
-        """The ids of a text, a list of whole numbers (card 5)."""
-        return encode(text, self)
-
-    def decode(self, ids):
-        """The text of some ids; ValueError for an id outside the vocabulary (card 5)."""
-        return decode(ids, self)
-
-    def unknown(self, text):
-        """The characters of a text that are not in the vocabulary, first seen first."""
-        return [char for char in dict.fromkeys(text) if char not in self.stoi]
-
-
-def build_tokenizer(text, n_merges):
-    """The tokenizer learned from a text: its merges and its vocabulary (card 4)."""
-    word_counts = count_words(text)
-    words = [list(word) for word in word_counts]
-    merges = learn_merges(words, list(word_counts.values()), n_merges)
+def vocabulary(word_counts, merges):
+    """itos, [token, ...] in the order of their ids (card 4)."""
     merged = [a + b for a, b in merges]
-    itos = list(dict.fromkeys([UNK, *"".join(word_counts), *merged]))       #         (4.1)
-    tokenizer = Tokenizer(itos, merges)
-    for word, tokens in zip(word_counts, words):
-        tokenizer.ids_of[word] = [tokenizer.stoi[token] for token in tokens]        # as 5.1
-    return tokenizer
+    return list(dict.fromkeys([UNK, *"".join(word_counts), *merged]))       #         (4.1)
 
 
 def demo_vocabulary():
     e = example(4)
-    tokenizer = build_tokenizer(e.text, e.n_merges)
-    for i, token in enumerate(tokenizer.itos):
+    itos = vocabulary(e.word_counts, e.merges)
+    for i, token in enumerate(itos):
         kind = "unknown" if i == 0 else "character" if len(token) == 1 else "merged"
         print(f"id {i:2}  {token!r:8} {kind}")
-    print(f"V = 1 + {len(set(e.text))} characters + {len(e.merges)} merged = {len(tokenizer.itos)}")
-    print(f"' s' has id {tokenizer.stoi[' s']}, and id 8 is {tokenizer.itos[8]!r}")
+    print(f"V = 1 + {len(set(e.text))} characters + {len(e.merges)} merged = {len(itos)}")
+    print(f"ab + c and a + bc: {vocabulary(['abc'], [('ab', 'c'), ('a', 'bc')])}")
 
 if __name__ == "__main__": demo(demo_vocabulary)
 
 # %% [markdown]
 # ### 5. Encode and decode
 #
-# To encode a text, cut it into pre-tokens, apply the merges to each, look the tokens up. To decode
-# ids, look the strings up and glue them together. No blank is put between them: blanks are part of
-# the tokens.
+# To encode a text, cut it into pre-tokens, apply the merges to each, look the tokens up; `stoi`
+# leads from string to id. To decode ids, look the strings up and glue them together. No blank is
+# put between them: blanks are part of the tokens.
 #
 #     id(tok) = stoi[tok] if tok in stoi else stoi[<unk>]                                 (5.1)
 #     decode(i_1, ..., i_n) = itos[i_1] + ... + itos[i_n]   (strings are joined)          (5.2)
@@ -647,9 +566,8 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # each pre-token would take long. It is enough to look at the pairs that are there, apply the one
 # with the lowest rank (its place in the list), and go on with higher ranks. A merge whose pair is
 # not there would change nothing, and a pair that appears only after its turn has passed is left
-# alone, as in the replay. A pre-token is the same wherever it stands, so its ids are kept and not
-# computed a second time. For those of the training text they are kept from the start: learning the
-# merges has just applied them, in their order.
+# alone, as in the replay. A pre-token is the same wherever it stands, so its ids are worked out
+# once for a text.
 #
 # Shapes: a text becomes a list of N ids. `decode(encode(text)) == text` as long as every character
 # is known.
@@ -657,35 +575,54 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # %%
 def apply_merges(word, merges, ranks=None):
     """The tokens of one pre-token: the merges replayed in their order (card 5)."""
-    if ranks is None:
-        ranks = {pair: rank for rank, pair in enumerate(merges)}
+    ranks = ranks or {pair: rank for rank, pair in enumerate(merges)}
     tokens, last = list(word), -1
-    while True:
-        there = [rank for pair in zip(tokens, tokens[1:]) if (rank := ranks.get(pair, -1)) > last]
-        if not there:
-            return tokens
+    while there := [rank for pair in zip(tokens, tokens[1:])
+                    if (rank := ranks.get(pair, last)) > last]:
         last = min(there)
         tokens = merge_tokens(tokens, merges[last])
+    return tokens
 
 
-def encode(text, tokenizer):
-    """The ids of a text, a list (card 5)."""
-    ids, stoi, ids_of = [], tokenizer.stoi, tokenizer.ids_of
-    for word in PRE_TOKEN.findall(text):
-        if word not in ids_of:
-            tokens = apply_merges(word, tokenizer.merges, tokenizer.ranks)
-            ids_of[word] = [stoi[tok] if tok in stoi else stoi[UNK] for tok in tokens]  # (5.1)
-        ids += ids_of[word]
-    return ids
+@dataclass
+class Tokenizer:
+    """Text to ids and back. itos: [token, ...], merges: [(a, b), ...] (card 5)."""
+    itos: list
+    merges: list
+
+    def __post_init__(self):
+        self.stoi = {token: i for i, token in enumerate(self.itos)}
+
+    def encode(self, text):
+        """The ids of a text, a list."""
+        words, stoi = PRE_TOKEN.findall(text), self.stoi
+        ranks = {pair: rank for rank, pair in enumerate(self.merges)}
+        ids, ids_of = [], {}
+        for word in words:
+            if word not in ids_of:
+                tokens = apply_merges(word, self.merges, ranks)
+                ids_of[word] = [stoi[tok] if tok in stoi else stoi[UNK] for tok in tokens]  # (5.1)
+            ids += ids_of[word]
+        return ids
+
+    def decode(self, ids):
+        """The text of some ids; ValueError for an id outside 0 to V - 1."""
+        V = len(self.itos)
+        for i in ids:
+            if not 0 <= i < V:
+                raise BadInput(f"id {i} is outside the vocabulary: ids go from 0 to {V - 1}")
+        return "".join(self.itos[i] for i in ids)                           #         (5.2)
+
+    def unknown(self, text):
+        """The characters of a text that are not in the vocabulary, first seen first."""
+        return [char for char in dict.fromkeys(text) if char not in self.stoi]
 
 
-def decode(ids, tokenizer):
-    """The text of some ids; ValueError for an id outside 0 to V - 1 (card 5)."""
-    V = len(tokenizer.itos)
-    for i in ids:
-        if not 0 <= i < V:
-            raise BadInput(f"id {i} is outside the vocabulary: ids go from 0 to {V - 1}")
-    return "".join(tokenizer.itos[i] for i in ids)                          #         (5.2)
+def build_tokenizer(text, n_merges):
+    """The tokenizer learned from a text (cards 1 to 5)."""
+    word_counts = count_words(text)
+    merges = train_bpe(word_counts, n_merges)
+    return Tokenizer(vocabulary(word_counts, merges), merges)
 
 
 def demo_encode_decode():
@@ -699,8 +636,8 @@ def demo_encode_decode():
     print(f"ids      {ids}")
     print(f"N        {len(ids)}")
     print(f"decoded  {tokenizer.decode(ids)!r}")
-    print(f"a character that was never seen: {'sad'!r} -> {tokenizer.encode('sad')}"
-          f" -> {tokenizer.decode(tokenizer.encode('sad'))!r}")
+    ids = tokenizer.encode("sad")
+    print(f"unknown  'sad' -> {ids} -> {tokenizer.decode(ids)!r}; {tokenizer.unknown('sad')}")
     refused(tokenizer.decode, [9, 10])
     order = [("y", "z"), ("x", "y")]
     print(f"with the merges y+z, x+y: xyz -> {apply_merges('xyz', order)}, "
@@ -714,8 +651,8 @@ if __name__ == "__main__": demo(demo_encode_decode)
 # - **1a.** Learn all merges of the text `low low lower` by hand: count the pairs, join the best
 #   one, count again. Mind the blank in front of a pre-token and the rule for ties.
 #
-# - **1b.** Let pairs that occur only once be joined too: in `learn_merges` write `f[best] < 1` for
-#   `f[best] < 2` and `f[pair] > 0` for `f[pair] > 1`. Which golden files change?
+# - **1b.** Let pairs that occur only once be joined too: in `train_bpe` write `heap[0][0] < 0` for
+#   `heap[0][0] < -1`. Which golden files change?
 #
 # - **1c.** Take ` ?` away in front of the letters in `PRE_TOKEN`. Does any text come back changed
 #   from encoding and decoding? How many ids is the text of the running example now?
@@ -4005,11 +3942,10 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   (lo, w) occurs 3 times, and then (blank, low) twice. The merges make lo, low and ` low`. After
 #   that every pair occurs once, and learning stops.
 #
-# - **1b.** Golden files that change: 3. There four of the short texts now get more merges: `abcdef`
-#   becomes abcd, e, f, and `xabyab` becomes x, abyab; abab becomes one token, and the long word
-#   gets all nine that it asks for. The running example asks for few merges, and has enough pairs
-#   that occur more often. With more merges than a text supports, this change would fill the
-#   vocabulary with whole words that are seen once.
+# - **1b.** Golden files that change: 3. There the short texts get more merges: `abcdef` becomes
+#   abcd, e, f, and `xabyab` becomes x, abyab. The running example asks for few merges, and has
+#   enough pairs that occur more often. With more merges than a text supports, this change would
+#   fill the vocabulary with whole words that are seen once.
 #
 # - **1c.** No. A blank is now matched by `\s+` and is a pre-token of its own; each character still
 #   lands in exactly one piece. The merges are now he, se, es, and no blank can be joined to the
