@@ -660,22 +660,22 @@ if __name__ == "__main__": demo(demo_encode_decode)
 # %% [markdown]
 # ## Chapter 2. Data
 #
-# The text is now one long stream of ids. This chapter cuts it into the tasks from which the network
-# learns: short windows, each with the answers beside it, handed out in small shuffled groups.
+# This chapter cuts the stream of ids into the tasks from which the network learns: short windows,
+# each with the answers beside it, handed out in small shuffled groups.
 
 # %% [markdown]
 # ### 6. The split
 #
 # A model that is praised for the text it has learned from may just have learned it by heart. So a
 # share ρ of the stream is held out: no step of the training sees it, it is only used to measure.
-# (The tokenizer has seen it, since the vocabulary is made from the whole text.) It is cut off the
-# end, in one piece. Drawing single sentences instead would put each between its own neighbours.
+# (The tokenizer is made from the whole text.) It is cut off the end, in one piece. Drawing single
+# sentences instead would put each between its own neighbours.
 #
 #     cut = ⌊(1 - ρ) N⌋                                                                   (6.1)
 #
-# The first `cut` ids are for training, the rest for validation. The bars round down. A computer
-# does not hold 0.9 exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth before
-# rounding down lets such a product count as the whole number it stands for.
+# The first `cut` ids are for training, the rest for validation. A computer does not hold 0.9
+# exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth before rounding down
+# mends that.
 #
 # Shapes: ids (N,) -> train_ids (cut,), val_ids (N - cut,)
 
@@ -684,7 +684,7 @@ def split_ids(ids, val_fraction):
     """Training and validation part of a stream of ids (N,) (card 6)."""
     if not 0 <= val_fraction < 1:
         raise BadInput(f"the validation share must be from 0 to below 1, got {val_fraction}")
-    ids = np.asarray(ids, dtype=np.int64)                                   # (N,)
+    ids = np.asarray(ids)                                                   # (N,)
     cut = math.floor((1 - val_fraction) * len(ids) + 1e-6)                  #         (6.1)
     return ids[:cut], ids[cut:]                                             # (cut,), (N - cut,)
 
@@ -692,8 +692,7 @@ def split_ids(ids, val_fraction):
 def demo_split():
     e = example(6)
     train_ids, val_ids = split_ids(e.ids, e.val_fraction)
-    N, share = len(e.ids), e.val_fraction
-    print(f"N = {N}, ρ = {share}: (1 - {share}) * {N} = {(1 - share) * N}, cut = {len(train_ids)}")
+    print(f"N = {len(e.ids)}, ρ = 0.25: (1 - ρ) N = {0.75 * len(e.ids)}, cut = {len(train_ids)}")
     print(f"training    {train_ids.tolist()}")
     print(f"validation  {val_ids.tolist()}")
     print(f"(1 - 0.9) * 10 in floating point is {(1 - 0.9) * 10:.16f}; "
@@ -706,21 +705,19 @@ if __name__ == "__main__": demo(demo_split)
 # %% [markdown]
 # ### 7. Sliding windows
 #
-# The network reads T tokens at a time and must say, at each of the T places, which token comes
-# next. So it is given a window x of T ids, and the answers, called targets, are the same ids moved
-# by one place, y. One window holds T tasks: predict the second token from the first, the third from
-# the first two, and so on.
+# The network reads a window x of T ids and must say, at each of the T places, which token comes
+# next. The answers, called targets, are the same ids moved by one place, y. One window holds T
+# tasks: predict the second token from the first, the third from the first two, and so on.
 #
 #     start ∈ {0, stride, 2 stride, ...},  start < N - T                                  (7.1)
 #     x_start[t] = ids[start + t],      t = 0, ..., T-1                                   (7.2)
 #     y_start[t] = ids[start + t + 1],  t = 0, ..., T-1                                   (7.3)
 #     y_start[t] = x_start[t + 1],      t = 0, ..., T-2                                 † (7.4)
 #
-# Windows start every `stride` places. With a stride below T they overlap, and tokens are met in
-# more than one window, each time at another place. With a stride above T some tokens are never a
-# target. Whatever the stride, the first token is none, nor may the last few be, fewer than the
-# stride. The bound on the start is strict, because the last target of a window is ids[start + T]:
-# the start N - T would read one id past the end.
+# Windows start every `stride` places. With a stride below T they overlap; with one above T some
+# tokens are never a target. Whatever the stride, the first token is none, nor may the last few be,
+# fewer than the stride. The bound on the start is strict, because the last target of a window is
+# ids[start + T].
 #
 # With T = 4 and stride 2, the first two windows and their targets lie in the stream like this:
 #
@@ -728,9 +725,8 @@ if __name__ == "__main__": demo(demo_split)
 #     x_0    [10 11 12 13]                  y_0       [11 12 13 14]
 #     x_2          [12 13 14 15]            y_2             [13 14 15 16]
 #
-# A window and its targets together are T + 1 ids in a row. `sliding_window_view` shows all such
-# pieces of the stream without copying one, and `[::stride]` takes one for every `stride` of them.
-# The first T ids of a piece are x, the last T are y.
+# A window and its targets together are T + 1 ids in a row. `sliding_window_view` gives all such
+# pieces of the stream without copying one, and `[::stride]` takes each stride-th of them.
 #
 # Shapes: ids (N,) -> x (windows, T), y (windows, T); how many there are is the subject of card 8.
 
@@ -739,7 +735,6 @@ def make_windows(ids, T, stride):
     """Windows x (windows, T) of ids (N,) and their targets y (windows, T), as views (card 7)."""
     if T < 1 or stride < 1:
         raise BadInput(f"window and stride must be 1 or more, got T={T}, stride={stride}")
-    ids = np.asarray(ids, dtype=np.int64)                                   # (N,)
     if len(ids) <= T:
         return np.empty((2, 0, T), np.int64)
     pieces = np.lib.stride_tricks.sliding_window_view(ids, T + 1)[::stride]  # (7.1)
@@ -751,14 +746,12 @@ def make_windows(ids, T, stride):
 def demo_windows():
     ids = np.arange(10, 23)
     print(f"ids    {ids.tolist()}    N = {len(ids)}")
-    for T, stride in ((4, 4), (4, 5)):
-        x, y = make_windows(ids, T, stride)
-        print(f"T = {T}, stride {stride}: starts {list(range(0, len(ids) - T, stride))}")
+    for stride in (4, 5):
+        x, y = make_windows(ids, 4, stride)
+        print(f"T = 4, stride {stride}: starts {list(range(0, len(ids) - 4, stride))}")
         for row_x, row_y in zip(x, y):
             print(f"  x {row_x.tolist()}  y {row_y.tolist()}")
-        left_out = sorted(set(ids.tolist()) - set(y.ravel().tolist()))
-        print(f"  y is x moved by one: {np.array_equal(y[:, :-1], x[:, 1:])}; "
-              f"never a target: {left_out}")
+        print(f"  never a target: {sorted({*ids.tolist()} - {*y.ravel().tolist()})}")
     e = example(7)
     x, y = make_windows(e.train_ids, e.config.context, stride=3)
     print("the running example, T = 3, stride 3:")
@@ -770,8 +763,8 @@ if __name__ == "__main__": demo(demo_windows)
 # %% [markdown]
 # ### 8. Window count
 #
-# How many starts does 7.1 allow? They are 0, stride, 2 stride, ... below N - T, so one for every
-# `stride` places, and one more for a remainder. That is a division rounded up.
+# The starts that 7.1 allows are 0, stride, 2 stride, ... below N - T: one for every `stride`
+# places, and one more for a remainder. That is a division rounded up.
 #
 #     windows = ⌈(N - T) / stride⌉,  N > T                                                (8.1)
 #
@@ -799,16 +792,16 @@ if __name__ == "__main__": demo(demo_window_count)
 # %% [markdown]
 # ### 9. Shuffling and batching
 #
-# The gradient of one window is only a noisy hint at the best step. The mean over a batch of B
-# windows is a steadier one. One pass over all windows is an epoch. Each epoch visits the windows in
-# a new random order, because neighbours in the text are alike and should not always come together.
+# The gradient of one window is a noisy hint at the best step; the mean over a batch of B windows is
+# a steadier one. One pass over all windows is an epoch. Each epoch visits them in a new random
+# order, because neighbours in the text are alike and should not always come together.
 #
 #     batches per epoch = ⌈windows / B⌉                                                 † (9.1)
 #
-# The last batch may be smaller; dropping it would waste windows, and with fewer than B windows
-# nothing would be left. Inputs and answers must be shuffled alike, so one order serves both. The
-# order comes from sorting random numbers. The generator starts from a number called its seed, and
-# the same seed gives the same numbers, with the same version of NumPy.
+# The last batch may be smaller. Inputs and answers must be shuffled alike, so one order serves
+# both. It comes from sorting random numbers: `np.argsort` gives the places of the smallest, the
+# next, and so on. The generator starts from a number called its seed, and the same seed gives the
+# same numbers, with the same version of NumPy.
 #
 # Shapes: x (windows, T), y (windows, T) -> xb (B, T), yb (B, T), again and again
 
@@ -817,7 +810,7 @@ def iterate_batches(x, y, batch, rng):
     """Yield xb (B, T), yb (B, T) until every window was given once (card 9)."""
     if batch < 1:
         raise BadInput(f"a batch must have 1 window or more, got {batch}")
-    order = np.argsort(rng.random(len(x)), kind="stable")                   # (windows,)
+    order = np.argsort(rng.random(len(x)))                                  # (windows,)
     for start in range(0, len(x), batch):
         picked = order[start:start + batch]                                 # (B,)
         yield x[picked], y[picked]                                          # (B, T), (B, T)
@@ -827,15 +820,14 @@ def demo_batches():
     e = example(9)
     x, y = make_windows(e.train_ids, 3, stride=2)
     print("the training ids of the running example, T = 3, stride 2")
-    print("window " + "  ".join(f"{i}: {row.tolist()}" for i, row in enumerate(x[:5])))
-    print("       " + "  ".join(f"{i}: {row.tolist()}" for i, row in enumerate(x[5:], 5)))
+    for i, row in enumerate(x):
+        print(f"window {i}: {row.tolist()}")
     print(f"{len(x)} windows, B = 3: {-(-len(x) // 3)} batches")
     rng = np.random.default_rng(5)
     for epoch in (1, 2):
         for xb, yb in iterate_batches(x, y, 3, rng):
-            numbers = [np.flatnonzero((x == row).all(axis=1))[0].item() for row in xb]
-            print(f"epoch {epoch}  windows {str(numbers):10}  x {xb.tolist()}")
-            print(f"{'':28} y {yb.tolist()}")
+            numbers = [x.tolist().index(row) for row in xb.tolist()]
+            print(f"epoch {epoch}  windows {numbers}\n  x {xb.tolist()}\n  y {yb.tolist()}")
 
 if __name__ == "__main__": demo(demo_batches)
 
@@ -854,17 +846,16 @@ if __name__ == "__main__": demo(demo_batches)
 # A network is a chain of a few kinds of operation. This chapter writes down each kind twice:
 # forward, to get the result, and backward, to get derivatives. A backward function is handed dY,
 # the derivative of the loss by its output, called the upstream gradient. It returns the derivative
-# of the loss by each of its inputs that can be varied; ids cannot. It need not know what comes
-# after. So backward functions can be chained in reverse order, and that chaining is
-# backpropagation. The loss itself stands at the end of the chain, and there the backward pass
-# begins (card 18).
+# of the loss by each of its inputs that can be varied; ids cannot. So backward functions can be
+# chained in reverse order, and that is backpropagation. It begins at the loss, the end of the chain
+# (card 18).
 
 # %% [markdown]
 # ### 10. Matrix multiplication (forward)
 #
 # Nearly all the work of a GPT is one operation: take a row of numbers, weigh and add them up, once
-# for each wanted output. A matrix W holds the weights, one column for each output, and X holds many
-# rows to be treated alike, one for each position.
+# for each output. A matrix W holds the weights, one column for each output, and X holds many rows
+# to be treated alike, one for each position.
 #
 #     (X W)_tj = ∑_k X_tk W_kj                                                         † (10.1)
 #     X ∈ ℝ^(T×a), W ∈ ℝ^(a×c)  ⇒  X W ∈ ℝ^(T×c)                                       † (10.2)
@@ -872,16 +863,11 @@ if __name__ == "__main__": demo(demo_batches)
 #
 # 10.1 takes row t of X and column j of W, multiplies them number by number and adds the products
 # up. In 10.2 the inner sizes a must agree, and vanish. 10.3 adds the same offset b_j, the bias, in
-# every row: it shifts output j whatever the input is. In code the product is X @ W, without a loop
-# in Python.
+# every row: it shifts output j whatever the input is. In code the product is X @ W.
 #
-# Rows do not see each other in a matrix product. So the windows of a batch can stand one below the
-# other in one tall matrix, and one product serves them all.
-#
-# A sum is a matrix product too: a column of ones on the right adds up each row, a row of ones on
-# the left adds up each column. This is the 1 of the equations. Three sums are needed again and
-# again: over each row, over each column, and the mean of each row, with a column of 1/n in place of
-# ones. `column` makes such a column once and keeps it.
+# A sum is a matrix product too: a column of ones, the 1 of the equations, on the right adds up each
+# row, a row of ones on the left each column. A column of 1/n in place of ones gives the mean of
+# each row. `column` makes such a column once and keeps it.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -914,11 +900,9 @@ def row_mean(X):
 def demo_matmul():
     e = example(10)
     X, W, b = e.X0, e.block["ff1_w"], e.block["ff1_b"]
-    print("X is the window of the running example, as card 26 will make it")
     show("X", X, digits=1)
     show("W", W, digits=1)
     show("b", b, digits=1)
-    print("row 0 of X with column 1 of W, product by product:")
     terms = " + ".join(f"({number(x, 1)})({number(w, 1)})" for x, w in zip(X[0], W[:, 1]))
     print(f"(X W)_01 = {terms} = {number((X @ W)[0, 1], 2)}")
     print(f"Y_01     = {number((X @ W)[0, 1], 2)} + ({number(b[1], 1)}) = "
@@ -934,14 +918,12 @@ if __name__ == "__main__": demo(demo_matmul)
 # ### 11. Linear layer (forward)
 #
 # The linear layer is the product with the bias added. The column of ones in front of bᵀ says that
-# each row gets the same bias. NumPy does that by itself when it adds an array (c,) to (T, c); this
-# is broadcasting. W has one row for each input and one column for each output, so nothing is
-# transposed on the way forward.
+# each row gets the same bias; NumPy does that by itself when it adds an array (c,) to (T, c). W has
+# one row for each input, so nothing is transposed on the way forward.
 #
 #     Y = X W + 1 bᵀ                                                                     (11.1)
 #
-# Shapes at the default sizes, and in the running example, for the first layer of the feed-forward
-# network (card 39):
+# Shapes at the default sizes, and in the running example, for the first layer of card 39:
 #
 #     X (T, d) = (16, 32)                   (3, 4)
 #     W (d, F) = (32, 128)                  (4, 6)
@@ -958,13 +940,9 @@ def linear_forward(X, W, b):
 
 def demo_linear():
     e = example(11)
-    W, b = e.block["ff1_w"], e.block["ff1_b"]
-    print("W and b are those of demo 10")
-    show("X", e.X0, digits=1)
-    show("Y", linear_forward(e.X0, W, b), digits=2)
-    show("Y, b = 0", linear_forward(e.X0, W, 0 * b), digits=2)
-    print("the difference in each row is b:")
-    show("b", b, digits=2)
+    print("X, W and b are those of demo 10")
+    for name, b in (("Y", e.block["ff1_b"]), ("Y, b = 0", np.zeros(6))):
+        show(name, linear_forward(e.X0, e.block["ff1_w"], b), digits=2)
 
 if __name__ == "__main__": demo(demo_linear)
 
@@ -974,19 +952,15 @@ if __name__ == "__main__": demo(demo_linear)
 # First with plain numbers. A model says w x + b where y is right, and the loss is (w x + b - y)².
 # Let x = 3, w = 2, b = 1 and y = 5: the error w x + b - y is 2, the loss 4. By the chain rule the
 # loss moves with w at the rate 2 · error · x = 12, and with b at 2 · error = 4. A step of 0.01
-# against these: w = 2 - 0.12 = 1.88 and b = 1 - 0.04 = 0.96. Now the error is 1.6, the loss 2.56.
-# Training repeats this with more numbers.
+# against these gives w = 1.88 and b = 0.96, the error 1.6 and the loss 2.56.
 #
-# Given dY, how does the loss depend on W, b and X? From 10.1 and 10.3, Y_tj is a sum in which each
-# of them appears once, so the derivatives of one output are read off directly.
+# By 10.1 and 10.3, Y_tj is a sum, and the derivatives of one output are read off directly:
 #
 #     ∂Y_tj/∂W_kj = X_tk,  ∂Y_tj/∂b_j = 1,  ∂Y_tj/∂X_tk = W_kj                         † (12.1)
 #
-# Now the chain rule adds up all outputs that each of them touches.
-#
-# The weight W_kj touches column j of Y, in every row t, and no other column: dW_kj = ∑_t X_tk
-# dY_tj. Turn X on its side, so that X_tk is entry (k, t) of Xᵀ. Then dW_kj = ∑_t (Xᵀ)_kt dY_tj,
-# which is 10.1 for the product of Xᵀ and dY:
+# The chain rule adds up all outputs that each of them touches. The weight W_kj touches column j of
+# Y, in every row t, and no other column: dW_kj = ∑_t X_tk dY_tj. Turn X on its side, so that X_tk
+# is entry (k, t) of Xᵀ. Then dW_kj = ∑_t (Xᵀ)_kt dY_tj, which is 10.1 for the product of Xᵀ and dY:
 #
 #     dW = Xᵀ dY                                                                         (12.2)
 #
@@ -1000,13 +974,11 @@ if __name__ == "__main__": demo(demo_linear)
 #
 #     dX = dY Wᵀ                                                                         (12.4)
 #
-# Where T, a and c differ, there is no other way to fit these shapes together, which is a good way
-# to remember them. db is a sum, not a mean: a bias that serves T rows gets T contributions. With a
-# batch the sums run over the rows of all windows, because one W serves them all. The backward pass
-# needs X and W, but not Y.
+# Where T, a and c differ, there is no other way to fit these shapes together. db is a sum, not a
+# mean: a bias that serves T rows gets T contributions. With a batch the sums run over the rows of
+# all windows. The backward pass needs X and W, but not Y.
 #
-# Shapes at the default sizes, and in the running example, for the first layer of the feed-forward
-# network (card 39):
+# Shapes at the default sizes, and in the running example, for the first layer of card 39:
 #
 #     dY (T, F) = (16, 128)                 (3, 6)
 #     dW (d, F) = (32, 128)                 (4, 6)
@@ -1044,21 +1016,18 @@ if __name__ == "__main__": demo(demo_linear_backward)
 # ### 13. ReLU (forward)
 #
 # Two linear layers in a row are no better than one: (X W) W' = X (W W') is one matrix product
-# again, and with biases it is one linear layer again. Something that is not linear must stand
-# between them. Such a bend is called a nonlinearity or activation function. The simplest does it:
-# keep what is positive, replace the rest by 0. The name is short for rectified linear unit. Z is
-# the output of the first layer, with a column for each of F numbers, called hidden units because
-# they are neither input nor output.
+# again. Something that is not linear must stand between them, called an activation function. The
+# simplest does it: keep what is positive, replace the rest by 0. The name is short for rectified
+# linear unit. Z is the output of the first layer, with a column for each of F numbers, called
+# hidden units because they are neither input nor output.
 #
 #     R_ti = max(0, Z_ti)                                                                (13.1)
 #
-# Each hidden number becomes a small detector: it speaks up when its weighted sum is above zero and
-# is silent below. The bias moves the threshold.
+# Each hidden number becomes a small detector, silent where its weighted sum is below a threshold.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     Z (T, F) = (16, 128)                  (3, 6)
-#     R (T, F) = (16, 128)                  (3, 6)
+#     Z, R (T, F) = (16, 128)               (3, 6)
 
 # %%
 def relu_forward(Z):
@@ -1081,8 +1050,8 @@ if __name__ == "__main__": demo(demo_relu)
 # %% [markdown]
 # ### 14. ReLU, backward
 #
-# Where Z is positive, R equals Z: raise one and the other rises as much. Where Z is negative, R
-# stays 0 as long as Z stays negative. At exactly 0 there is no slope; the usual choice is 0.
+# Where Z is positive, R equals Z and has slope 1. Where Z is negative, R stays 0. At exactly 0
+# there is no slope; the usual choice is 0.
 #
 #     ∂R_ti/∂Z_ti = 1 if Z_ti > 0 else 0                                               † (14.1)
 #
@@ -1090,13 +1059,11 @@ if __name__ == "__main__": demo(demo_relu)
 #
 #     dZ = dR ⊙ 1[Z > 0]                                                                 (14.2)
 #
-# The condition looks at the input Z of the forward pass, never at dR. A gradient may well be
-# negative and still pass.
+# The condition looks at the input Z of the forward pass, not at dR: a negative gradient may pass.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     dR (T, F) = (16, 128)                 (3, 6)
-#     dZ (T, F) = (16, 128)                 (3, 6)
+#     dR, dZ (T, F) = (16, 128)             (3, 6)
 
 # %%
 def relu_backward(dR, Z):
@@ -1112,7 +1079,6 @@ def demo_relu_backward():
     show("1[Z > 0]", (Z > 0).astype(int), digits=1)
     show("dR", dR, digits=1)
     show("dZ", relu_backward(dR, Z), digits=1)
-    print("0.0 lets nothing through; a negative gradient passes where Z is positive")
 
 if __name__ == "__main__": demo(demo_relu_backward)
 
@@ -1120,19 +1086,19 @@ if __name__ == "__main__": demo(demo_relu_backward)
 # ### 15. Softmax (forward)
 #
 # A network gives scores, any numbers; choosing needs probabilities, from 0 up and with sum 1.
-# Raising e to each score makes all of them positive and keeps their order. Dividing by the sum
-# makes the sum 1. That is softmax. A difference of 1 between two scores becomes a factor of e,
-# about 2.718, between their probabilities.
+# Raising e to each score makes all of them positive and keeps their order; dividing by the sum
+# makes the sum 1. A difference of 1 between two scores becomes a factor of e, about 2.718, between
+# their probabilities.
 #
-# There is one danger. exp(1000) is too large for a computer and becomes infinite in NumPy, and
-# infinite divided by infinite is not a number. So the row's largest score is subtracted first. Then
-# the largest exponent is 0, its exp is 1, and nothing overflows.
+# exp(1000) is infinite in NumPy, and infinite divided by infinite is not a number. So the row's
+# largest score is subtracted first. Then the largest exponent is 0, its exp is 1, and nothing
+# overflows.
 #
 #     e_i = exp(z_i - max_k z_k)                                                         (15.1)
 #     p_i = e_i / ∑_k e_k                                                                (15.2)
 #
-# Does the subtraction change the result? No: any constant c drops out, because exp turns a
-# difference into a quotient, and the same factor exp(-c) stands above and below.
+# The subtraction does not change p: any constant c drops out, because the same factor exp(-c)
+# stands above and below.
 #
 #     exp(z_i - c) / ∑_k exp(z_k - c) = exp(-c) exp(z_i) / (exp(-c) ∑_k exp(z_k))
 #                                     = exp(z_i) / ∑_k exp(z_k)                        † (15.3)
@@ -1142,9 +1108,7 @@ if __name__ == "__main__": demo(demo_relu_backward)
 # Shapes at the default sizes, and in the running example, as attention uses it in chapter 5, with a
 # row of scores for each of H heads and T positions:
 #
-#     z (H, T, T) = (2, 16, 16)             (2, 3, 3)
-#     e (H, T, T) = (2, 16, 16)             (2, 3, 3)
-#     p (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     z, e, p (H, T, T) = (2, 16, 16)       (2, 3, 3)
 
 # %%
 def softmax_forward(z):
@@ -1155,25 +1119,23 @@ def softmax_forward(z):
 
 
 def demo_softmax():
-    for z in (np.log([1.0, 2.0, 5.0]), np.array([1000.0, 1001.0, 1003.0])):
-        e = np.exp(z - z.max())
-        show("z", z)
-        show("z - max", z - z.max())
-        show("e", e)
-        show("p", softmax_forward(z))
-        print(f"sum of e {number(e.sum(), 4)}, sum of p {number(softmax_forward(z).sum(), 4)}\n")
-    show("z", np.array([[0.0, 1.0, 3.0], [2.0, -np.inf, 1.0]]))
-    show("p", softmax_forward(np.array([[0.0, 1.0, 3.0], [2.0, -np.inf, 1.0]])))
-    print("0, 1, 3 give the same p as 1000, 1001, 1003; a score of -inf gives exactly 0")
+    z = np.array([np.log([1.0, 2.0, 5.0]), [1000.0, 1001.0, 1003.0], [2.0, -np.inf, 1.0]])
+    e = np.exp(z - z.max(axis=-1, keepdims=True))                           # (3, 3)
+    show("z", z)
+    show("e", e)
+    show("sums of e", e.sum(axis=-1))
+    show("p", softmax_forward(z))
+    print("the scores 0, 1, 3 give the p of 1000, 1001, 1003:")
+    show("p", softmax_forward(np.array([0.0, 1.0, 3.0])))
 
 if __name__ == "__main__": demo(demo_softmax)
 
 # %% [markdown]
 # ### 16. Softmax, backward
 #
-# Raise one score z_j and its own probability rises, while each other one falls, since its share of
-# the sum gets smaller. Both follow from the quotient rule, with s = ∑_k exp(z_k). The maximum that
-# 15.1 subtracts depends on z too, but by 15.3 it drops out of p, so it is left out here:
+# Raise one score z_j and its own probability rises, while each other one falls. Both follow from
+# the quotient rule, with s for ∑_k exp(z_k). The maximum that 15.1 subtracts drops out of p by
+# 15.3, so it is left out here:
 #
 #     i = j:  ∂p_i/∂z_i = (exp(z_i) s - exp(z_i) exp(z_i)) / s² = p_i - p_i p_i
 #     i ≠ j:  ∂p_i/∂z_j = (0 - exp(z_i) exp(z_j)) / s²          =     - p_i p_j
@@ -1182,24 +1144,21 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 #     ∂p_i/∂z_j = p_i (δ_ij - p_j)                                                     † (16.1)
 #
-# The chain rule adds up over all probabilities that z_j touches, which is all of them:
+# The chain rule adds up over all probabilities, since z_j touches each of them, and p_j is taken
+# out:
 #
 #     dz_j = ∑_i dp_i p_i (δ_ij - p_j) = dp_j p_j - p_j ∑_i dp_i p_i
-#
-# Take p_j out:
-#
 #     dz_j = p_j (dp_j - ∑_i p_i dp_i)                                                   (16.2)
 #
-# In words: what counts is how far dp_j lies above the average under p, in which each dp_i has the
-# weight p_i. So a gradient that is the same for all probabilities does nothing: they cannot all
-# rise. And each row of dz sums to 0: with m for the average, the sum is ∑_j p_j dp_j - m ∑_j p_j =
-# m - m · 1. The matrix of all derivatives of an output by an input, such as that of 16.1, is called
-# a Jacobian; only the demo builds it. The backward pass needs the output p and not the scores.
+# What counts is how far dp_j lies above the average under p, in which each dp_i has the weight p_i.
+# So a gradient that is the same for all probabilities does nothing: they cannot all rise. And each
+# row of dz sums to 0, the average less the average. The matrix of 16.1, of all derivatives of an
+# output by an input, is called a Jacobian; only the demo builds it. The backward pass needs the
+# output p and not the scores.
 #
 # Shapes at the default sizes, and in the running example, where attention uses it:
 #
-#     dp (H, T, T) = (2, 16, 16)            (2, 3, 3)
-#     dz (H, T, T) = (2, 16, 16)            (2, 3, 3)
+#     dp, dz (H, T, T) = (2, 16, 16)        (2, 3, 3)
 
 # %%
 def softmax_backward(dp, p):
@@ -1214,15 +1173,14 @@ def demo_softmax_backward():
     dz = softmax_backward(dp, p)
     show("p", p, digits=3)
     show("dp", dp, digits=3)
-    print("average of dp under p in row 0: 0.1*0.5 + 0.2*(-1.0) + 0.7*0.2 = "
-          f"{number((p * dp).sum(axis=-1)[0], 3)}")
-    print(f"dz_00 = 0.1 * (0.5 - {number((p * dp).sum(axis=-1)[0], 3)}) = {number(dz[0, 0], 3)}")
+    average = number((p * dp)[0].sum(), 3)
+    print(f"average of dp under p in row 0: 0.1*0.5 + 0.2*(-1.0) + 0.7*0.2 = {average}")
+    print(f"dz_00 = 0.1 * (0.5 - {average}) = {number(dz[0, 0], 3)}")
     show("dz", dz, digits=3)
     show("row sums", dz.sum(axis=-1), digits=3)
     matrix = p[0][:, None] * (np.eye(3) - p[0])                             # (3, 3)  as 16.1
     show("16.1", matrix, digits=3)
-    print("row 0 of dp times the matrix of 16.1 for row 0 of p:")
-    show("", dp[0] @ matrix, digits=3)
+    show("dp @ 16.1", dp[0] @ matrix, digits=3)
 
 if __name__ == "__main__": demo(demo_softmax_backward)
 
