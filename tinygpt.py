@@ -1187,45 +1187,35 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # %% [markdown]
 # ### 17. Cross-entropy (forward)
 #
-# How wrong is a prediction? At each position the model gives one score, a logit, for each of the V
-# tokens. The text says which token came next, the target y_t. The loss, called cross-entropy or
-# negative log-likelihood, is minus the logarithm of the probability that the model gave to that
-# token: 0 if it was certain and right, large if it found the token unlikely. The log of a product
-# is the sum of the logs, and the probability of a row of tokens is the product of those of each
-# token given the ones before it; so the losses of a window's targets add up to minus the log of the
-# probability of them all, given its first token: making the loss small is making the text likely,
-# or maximum likelihood.
+# At each position the model gives one score, a logit, for each of the V tokens. The text says which
+# token came next, the target y_t. The loss, called cross-entropy, is minus the logarithm of the
+# probability that the model gave to that token: 0 if it was certain and right, large if it found
+# the token unlikely. The probability of a row of tokens is the product of those of each token given
+# the ones before it, and the log of a product is the sum of the logs. So making the loss small is
+# making the text likely.
 #
 #     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
 #     logp_tv = z_tv - log ∑_k exp(z_tk)                                                 (17.2)
 #     loss = -(1/T) ∑_t logp[t, y_t]                                                     (17.3)
 #     P_tv = exp(logp_tv)                                                                (17.4)
 #
-# 17.2 is the logarithm of the softmax, worked out: log(exp(z) / ∑ exp(z)) = z - log ∑ exp(z).
-# Taking the log of a finished softmax would fail, because a tiny probability is rounded to 0 and
-# its log is -∞. In 17.2 it is merely a large negative number. 17.1 keeps exp from overflowing, as
-# in card 15. 17.3 takes the mean over all positions, so the size of the loss does not depend on how
-# much text it saw. P is kept for the backward pass.
+# 17.2 is the logarithm of the softmax, worked out: log(exp(z) / ∑ exp(z)) = z - log ∑ exp(z). The
+# log of a finished softmax would be -∞ where a tiny probability was rounded to 0. In 17.2 it is
+# merely a large negative number. 17.1 keeps exp from overflowing, as in card 15. 17.3 takes the
+# mean over all positions. P is kept for the backward pass.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     logits (T, V) = (16, V)               (3, 10)
+#     logits, z, logp, P (T, V) = (16, V)   (3, 10)
 #     y (T,) = (16,)                        (3,)
-#     z (T, V) = (16, V)                    (3, 10)
-#     logp (T, V) = (16, V)                 (3, 10)
-#     P (T, V) = (16, V)                    (3, 10)
 
 # %%
 def cross_entropy_forward(logits, y):
-    """Mean loss, a float, and probabilities P (T, V), from logits (T, V) and targets y (card 17).
-
-    y has T ids in any shape. ValueError for none, or for a target outside 0 to V - 1.
-    """
+    """Mean loss and probabilities P (T, V), from logits (T, V) and T targets y (card 17)."""
     y, V = np.ravel(y), logits.shape[1]                                     # (T,)
-    if y.size == 0:
-        raise BadInput("the loss needs one position or more, got an empty batch")
-    if y.min() < 0 or y.max() >= V:
-        raise BadInput(f"targets must be ids from 0 to {V - 1}, got {y.min()} to {y.max()}")
+    bad = y[y % V != y]
+    if y.size == 0 or bad.size:
+        raise BadInput(f"there must be targets, and all from 0 to {V - 1}, not {bad[:9]}")
     z = logits - logits.max(axis=1, keepdims=True)                          # (T, V)  (17.1)
     logp = z - np.log(row_sums(np.exp(z)))                                  # (T, V)  (17.2)
     loss = -float(logp[np.arange(y.size), y].mean())                        #         (17.3)
@@ -1242,17 +1232,17 @@ def demo_cross_entropy():
     show("P", P)
     print(f"loss = -(log {P[0, 2]:.4f} + log {P[1, 1]:.4f}) / 2 = "
           f"({-math.log(P[0, 2]):.4f} + {-math.log(P[1, 1]):.4f}) / 2 = {loss:.4f}")
-    far = np.array([[1000.0, 0.0]])
-    print(f"logits 1000, 0, target the second: loss {cross_entropy_forward(far, y[1:])[0]:.1f}")
+    far, _ = cross_entropy_forward(np.array([[1000.0, 0.0], [0.0, 0.0]]), np.array([1, 1]))
+    print(f"logits 1000, 0 and 0, 0, targets the second: loss (1000 + log 2) / 2 = {far:.4f}")
+    refused(cross_entropy_forward, logits, np.array([2, 3]))
     e = example(17)
     logits = e.X0 @ e.params["head_w"] + e.params["head_b"]
     loss, P = cross_entropy_forward(logits, e.y)
     print("the running example, X0 head_w + head_b; both stand in the demo of card 45:")
     show("logits", logits, digits=2)
     show("P", P)
-    show("y", e.y, digits=0)
-    terms = " + ".join(f"{-math.log(p):.4f}" for p in P[np.arange(3), e.y])
-    print(f"loss = ({terms}) / 3 = {loss:.4f}")
+    terms = " + ".join(f"log {p:.4f}" for p in P[[0, 1, 2], e.y])
+    print(f"y = {e.y.tolist()}: loss = -({terms}) / 3 = {loss:.4f}")
 
 if __name__ == "__main__": demo(demo_cross_entropy)
 
@@ -1260,8 +1250,8 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # ### 18. Cross-entropy, backward
 #
 # Here the backward pass of the whole network begins. Write the loss of one position with the logits
-# themselves. The maximum m cancels: 17.2 has -m in z and, as log ∑ exp(x - m) = -m + log ∑ exp(x),
-# once more with the other sign.
+# themselves. The maximum cancels in 17.2: with c for it, z has -c, and so has log ∑ exp(x - c) = -c
+# + log ∑ exp(x).
 #
 #     loss_t = -logp[t, y_t] = -logits[t, y_t] + log ∑_k exp(logits_tk)
 #
@@ -1270,19 +1260,17 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 #
 #     ∂loss_t/∂logits_tv = P_tv - 1[v = y_t]                                           † (18.1)
 #
-# The loss is the mean over T positions, so each gets 1/T of it. onehot(y) has a 1 in each row at
-# its target, else zeros.
+# Each of T positions has 1/T of the loss. onehot(y) has a 1 in each row at its target, else zeros.
 #
 #     dlogits = (P - onehot(y)) / T                                                      (18.2)
 #
-# In words: a step against this gradient pushes the target's logit up, in proportion to 1 - P, and
-# every other logit down, in proportion to its P. Each row sums to 0. With a batch, T in 18.2 is the
-# number of all positions, because the mean in 17.3 is over all of them.
+# A step against this gradient pushes the target's logit up, in proportion to 1 - P, and every other
+# logit down, in proportion to its P. Each row sums to 0. With a batch, T is the number of all
+# positions.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     P (T, V) = (16, V)                    (3, 10)
-#     dlogits (T, V) = (16, V)              (3, 10)
+#     P, dlogits (T, V) = (16, V)           (3, 10)
 
 # %%
 def cross_entropy_backward(P, y):
@@ -1313,15 +1301,13 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 # %% [markdown]
 # ### 19. Perplexity
 #
-# A loss of 2.3 says little by itself. Its exponential does: a model that guesses evenly among n
-# tokens has the loss log n, so exp(loss) is the number of tokens among which the model is, on
-# average, torn. That number is called perplexity. Before training it is near V where the weights
-# are small, since then all logits are nearly alike; in the long run it falls.
+# A model that guesses evenly among n tokens has the loss log n, so exp(loss) is the number of
+# tokens among which the model is, on average, torn. That number is called perplexity. Before
+# training it is near V where the weights are small, since then all logits are nearly alike.
 #
 #     perplexity = exp(loss)                                                             (19.1)
 #
-# Take exp of the mean loss. The mean of the exponentials would be another number, larger unless all
-# losses are equal. Logarithms are natural throughout the book.
+# Take exp of the mean loss. The mean of the exponentials is larger unless all losses are equal.
 #
 # Shapes: one number gives one number.
 
@@ -1348,10 +1334,8 @@ if __name__ == "__main__": demo(demo_perplexity)
 # %% [markdown]
 # ### 20. LayerNorm (forward)
 #
-# As numbers pass through layer after layer, they tend to grow or shrink. Then the next layer meets
-# inputs of a size it was not tuned for, and its gradients grow or shrink with them. LayerNorm gives
-# each row a standard size: it shifts the row to mean 0 and scales it to variance 1. Each row is
-# treated alone, so positions never mix.
+# As numbers pass through layer after layer, they tend to grow or shrink, and gradients with them.
+# LayerNorm gives each row a standard size: it shifts the row to mean 0 and scales it to variance 1.
 #
 #     μ_t = (1/d) ∑_i X_ti                                                               (20.1)
 #     σ²_t = (1/d) ∑_i (X_ti - μ_t)²                                                     (20.2)
@@ -1360,19 +1344,15 @@ if __name__ == "__main__": demo(demo_perplexity)
 #     Y_ti = γ_i Xhat_ti + β_i                                                           (20.5)
 #
 # The variance divides by d, not by d - 1: the row is not a sample, it is all there is. ε is a tiny
-# number inside the root that keeps a constant row, whose variance is 0, from a division by zero.
-# The gain γ and the offset β are learned, one of each for each feature (column), so the network can
-# choose another size and centre for each feature. Kept for the backward pass, in what is called a
-# cache: Xhat, s and γ.
+# number that keeps a constant row, whose variance is 0, from a division by zero. The gain γ and the
+# offset β are learned, so the network can choose another size and centre for each feature (column).
+# Kept for the backward pass, in what is called a cache: Xhat, s and γ.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     X (T, d) = (16, 32)                   (3, 4)
-#     mu (T, 1) = (16, 1)                   (3, 1)
-#     s (T, 1) = (16, 1)                    (3, 1)
-#     Xhat (T, d) = (16, 32)                (3, 4)
-#     gamma (d,) = (32,)                    (4,)
-#     Y (T, d) = (16, 32)                   (3, 4)
+#     X, Xhat, Y (T, d) = (16, 32)          (3, 4)
+#     mu, s (T, 1) = (16, 1)                (3, 1)
+#     gamma, beta (d,) = (32,)              (4,)
 
 # %%
 EPS = 1e-5                                                                  # ε of 20.3
@@ -1402,26 +1382,22 @@ def demo_layernorm():
     show("gamma", gamma)
     show("beta", beta)
     show("Y", Y)
-    print(f"variance of the rows of Xhat: {Xhat.var(axis=1)[0]:.4f} and {Xhat.var(axis=1)[1]:.4f}, "
-          f"less than 1 because of ε")
-    show("X const", np.full((1, 4), 7.0))
+    show("variances", Xhat.var(axis=1))
+    print("of the rows of Xhat, less than 1 because of ε; a constant row gives beta:")
     show("Y const", layer_norm_forward(np.full((1, 4), 7.0), gamma, beta)[0])
     e = example(20)
-    show("X0", e.X0)
-    show("ln1_g", e.block["ln1_g"])
-    show("ln1_b", e.block["ln1_b"])
     Y, cache = layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])
-    show("Xhat", cache["Xhat"])
-    show("LN1(X0)", Y)
+    for name, array in (("X0", e.X0), ("ln1_g", e.block["ln1_g"]), ("ln1_b", e.block["ln1_b"]),
+                        ("Xhat", cache["Xhat"]), ("LN1(X0)", Y)):
+        show(name, array)
 
 if __name__ == "__main__": demo(demo_layernorm)
 
 # %% [markdown]
 # ### 21. Deriving the backward formula
 #
-# The input X_tj enters the output in three ways: directly, through the mean, and through the
-# variance. All of this happens within one row t. The steps below take the parts of card 20 one by
-# one; in the fifth, the three ways meet.
+# The input X_tj enters the output of its row t in three ways: directly, through the mean, and
+# through the variance.
 #
 # First, undo the gain. In 20.5 each Y_ti depends on one Xhat_ti, with factor γ_i:
 #
@@ -1462,12 +1438,12 @@ if __name__ == "__main__": demo(demo_layernorm)
 #
 #     ∂Y_ti/∂γ_i = Xhat_ti,  ∂Y_ti/∂β_i = 1                                            † (21.7)
 #
-# Read 21.6 as geometry. The first sum takes away the part of the gradient that would shift the
-# whole row, the second the part that would stretch it along Xhat. LayerNorm undoes shifts, and but
-# for the tiny ε also stretches, so they cannot change the loss.
+# In 21.6 the first sum takes away the part of the gradient that would shift the whole row, the
+# second the part that would stretch it along Xhat. LayerNorm undoes shifts, and but for ε also
+# stretches.
 #
-# Shapes at the default sizes: on paper, the matrix of 21.5 is (d, d) = (32, 32) for each row. The
-# code goes straight to card 22 and never builds it; only this card's demo does, for one row.
+# Shapes at the default sizes: the matrix of 21.5 is (d, d) = (32, 32) for each row. Only this
+# card's demo builds it.
 
 # %%
 def demo_layernorm_derivation():
@@ -1505,23 +1481,19 @@ if __name__ == "__main__": demo(demo_layernorm_derivation)
 # %% [markdown]
 # ### 22. LayerNorm, backward
 #
-# The result of the derivation, as code. The means run along a row, over its d features. The sums
-# for γ and β run over the rows, since all rows share them. Both means use dXhat, not dY.
+# The result of the derivation. The means run along a row, the sums for γ and β over the rows.
 #
 #     dXhat_ti = dY_ti γ_i                                                               (22.1)
 #     dX_tj = s_t (dXhat_tj - mean_i(dXhat_ti) - Xhat_tj mean_i(dXhat_ti Xhat_ti))       (22.2)
 #     dγ_i = ∑_t dY_ti Xhat_ti                                                           (22.3)
 #     dβ_i = ∑_t dY_ti                                                                   (22.4)
 #
-# Each row of dX sums to 0, because shifting a row changes nothing. That makes a quick test.
+# Each row of dX sums to 0, because shifting a row changes nothing.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     dY (T, d) = (16, 32)                  (3, 4)
-#     dXhat (T, d) = (16, 32)               (3, 4)
-#     dX (T, d) = (16, 32)                  (3, 4)
-#     dgamma (d,) = (32,)                   (4,)
-#     dbeta (d,) = (32,)                    (4,)
+#     dY, dXhat, dX (T, d) = (16, 32)       (3, 4)
+#     dgamma, dbeta (d,) = (32,)            (4,)
 
 # %%
 def layer_norm_backward(dY, cache):
@@ -1539,17 +1511,14 @@ def demo_layernorm_backward():
     gamma, beta = np.array([1.0, 0.5, 1.0, 2.0]), np.array([0.0, 0.1, -0.3, 0.0])
     dY = np.array([[0.1, 1.0, 0.2, -0.5], [0.3, -0.2, 0.4, 0.7]])
     _, cache = layer_norm_forward(X, gamma, beta)
-    Xhat, s = cache["Xhat"], cache["s"]
     dX, dgamma, dbeta = layer_norm_backward(dY, cache)
-    dXhat = dY * gamma
-    show("Xhat", Xhat)
-    show("s", s.T)
+    Xhat, dXhat = cache["Xhat"], dY * gamma
+    print("Xhat, s and gamma are those of the first part of demo 20")
     show("dY", dY)
-    show("gamma", gamma)
     show("dXhat", dXhat)
-    print("mean of dXhat, mean of dXhat ⊙ Xhat, for row 0 and for row 1:")
-    show("row 0", [dXhat[0].mean(), (dXhat * Xhat)[0].mean()])
-    show("row 1", [dXhat[1].mean(), (dXhat * Xhat)[1].mean()])
+    print("means of dXhat and of dXhat ⊙ Xhat, row 0 and row 1:")
+    show("dXhat", dXhat.mean(axis=1))
+    show("⊙ Xhat", (dXhat * Xhat).mean(axis=1))
     show("dX", dX)
     show("row sums", dX.sum(axis=1))
     show("dgamma", dgamma)
@@ -1561,28 +1530,25 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # ### 23. Xavier uniform initialisation
 #
 # Weights must start out random. If all entries of every matrix started equal, all columns of
-# `ff1_w`, say, would get the same gradient at every step and stay equal for ever. How large should
-# they be? Let fan_in be the number of rows of W and fan_out the number of columns. An entry of X W
-# is a sum of fan_in products x w. Take x and w as random, independent, with mean 0; the variance is
-# then the mean of the square. Since they are independent, the mean of x² w² is the mean of x² times
-# the mean of w², so a product has variance Var(x) Var(w), and the sum of independent ones has
-# fan_in Var(x) Var(w). To keep the size of the signal going forward, Var(w) should be 1/fan_in.
-# Going backward, dX = dY Wᵀ sums over fan_out numbers, which asks for 1/fan_out. Unless W is
-# square, both cannot hold at once, so the variance is put between them: 2 / (fan_in + fan_out).
-# This choice is named after Xavier Glorot.
+# `ff1_w`, say, would get the same gradient at every step and stay equal. How large should they be?
+# Let fan_in be the number of rows of W and fan_out the number of columns. An entry of X W is a sum
+# of fan_in products x w. Take x and w as random, independent, with mean 0; the variance is then the
+# mean of the square. The mean of x² w² is the mean of x² times the mean of w², so a product has
+# variance Var(x) Var(w), and the sum of independent ones has fan_in Var(x) Var(w). To keep the size
+# of the signal going forward, Var(w) should be 1/fan_in. Going backward, dX = dY Wᵀ sums over
+# fan_out numbers, which asks for 1/fan_out. The variance is put between them: 2 / (fan_in +
+# fan_out). This choice is named after Xavier Glorot.
 #
 # A uniform distribution U[-wmax, wmax] gives each number between -wmax and wmax the same chance.
-# Its variance is the mean of w² over that interval: the integral of w² from -wmax to wmax, which is
-# 2 wmax³/3, divided by the length 2 wmax. That is wmax²/3. Setting it to the wanted variance gives
-# wmax.
+# Its variance is the integral of w² from -wmax to wmax, which is 2 wmax³/3, divided by the length 2
+# wmax. That is wmax²/3; set to the wanted variance, it gives wmax. The sign ~ says that W_ij is
+# drawn from that distribution.
 #
 #     wmax = √(6 / (fan_in + fan_out))                                                   (23.1)
 #     W_ij ~ U[-wmax, wmax]                                                              (23.2)
 #     Var(W_ij) = wmax²/3 = 2 / (fan_in + fan_out)                                     † (23.3)
 #
-# The sign ~ says that W_ij is drawn from that distribution.
-#
-# Shapes at the default sizes, and in the running example, for the first matrix of the hidden layer:
+# Shapes at the default sizes, and in the running example, for the first matrix of card 39:
 #
 #     W (d, F) = (32, 128)                  (4, 6)
 
