@@ -43,8 +43,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # The ten chapters have 61 sections, called cards. A card takes one step. It says what the step is
 # for, states it as numbered equations, gives the shapes, then the code, then a demo with numbers
 # small enough to redo by hand. What a demo prints is kept in the folder `golden`, so a change to
-# the code of an equation shows up there as a difference; `golden/training.txt` is the transcript of
-# a short training run.
+# the code of an equation shows up there as a difference.
 #
 # - A number like 15.2 names the second equation of card 15. It stands at the end of the equation,
 #   and again at the end of the line of code that carries it out. 'As 15.2' marks code that does the
@@ -68,17 +67,16 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # Each chapter ends with exercises; the answers stand at the end of the book. Some need later
 # chapters, and can wait: 2b, 3a, 4a, 4b, 5a and 6a. To do one that changes a line, change it and
 # type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
-# prints now, names the others, and checks the gradients as chapter 7 explains. Then undo the
-# change.
+# prints now, names the others, and checks the gradients (chapter 7). Then undo it.
 #
 # You need Python, the little NumPy of the next section, and school calculus: the derivatives of
-# sums, products, quotients and powers, of exp and the natural log (the logarithm to the base e; all
-# logarithms here are natural), and the chain rule. Cards 23 and 32 also use variances, and that
-# those of independent numbers add up; card 23 an integral, card 47 Taylor's formula. ∂Y/∂X is the
-# derivative of Y by X while all else is held fixed. The chain rule is used throughout in this form:
-# when the loss depends on X only through Y, each entry of X may touch several entries of Y, and
-# their effects add up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array that is used in several places gets such
-# a sum from each place, and these add up too.
+# sums, products, quotients and powers, of exp and the natural log (all logarithms here are
+# natural), and the chain rule. Cards 23 and 32 also use variances, and that those of independent
+# numbers add up; card 23 an integral, card 47 Taylor's formula. ∂Y/∂X is the derivative of Y by X
+# while all else is held fixed. The chain rule is used throughout in this form: when the loss
+# depends on X only through Y, each entry of X may touch several entries of Y, and their effects add
+# up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array that is used in several places gets such a sum from each
+# place, and these add up too.
 #
 # GPT-2 differs in this: its tokenizer works on bytes, not characters, its bend in the feed-forward
 # layer is a GELU, not a ReLU, its output layer reuses the token table and has no bias, its weights
@@ -86,8 +84,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #
 # ## A little NumPy
 #
-# An array is a table of numbers with a shape. X of shape (3, 4) is a matrix of 3 rows and 4
-# columns:
+# An array is a table of numbers with a shape. X of shape (3, 4) is a matrix of 3 rows, 4 columns:
 #
 #     X.shape               (3, 4); X.ndim, the number of axes, is 2
 #     X[0], X[:, 1]         row 0, shape (4,); column 1, shape (3,)
@@ -129,9 +126,8 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #
 # Some letters serve twice, never in one function. V is also the matrix of values in attention
 # (cards 28 to 38), as everywhere in the field. h numbers a head in cards 29 to 36, and is a small
-# step in cards 21 and 47 to 49. x is a window of ids, and elsewhere just an input. Small letters
-# such as a, b, c, m, s and w are explained where they occur, and hold for that card. At the default
-# sizes B, T and hs happen to be equal, and so are Tmax and d, and H and L.
+# step in cards 21 and 47 to 49. x is a window of ids, and elsewhere just an input. Others, such as
+# a, b, c, m, r, s, v, w, M, P, S, β and ε, are explained where they occur, and hold for that card.
 #
 # ## The notation of formulas
 #
@@ -151,9 +147,8 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # ## The configuration
 #
 # The sizes of a model fix the name and the shape of every array it learns, its parameters, which
-# `param_shapes` lists. The cards explain what each is for. Names that end in `_g` are gains and
-# start at 1; those that end in `_b`, or are one of bq, bk, bv, bo, are offsets, also called biases,
-# and start at 0; the rest are matrices and start random.
+# `param_shapes` lists. Names that end in `_g` are gains and start at 1; those that end in `_b`, or
+# are one of bq, bk, bv, bo, are offsets, also called biases, and start at 0; the rest start random.
 
 # %%
 class BadInput(ValueError):
@@ -216,12 +211,11 @@ def block_params(params, l):
 # enough. `example(card)` builds what the demo of `card` starts from, with the functions of earlier
 # cards only. Three things come early or from outside: X0, the input of chapter 3, which card 26
 # explains; Xn2 in cards 39 and 40, which card 41 explains; and the gradient dY, which is made up.
-# Demos that need other numbers bring their own. What is printed is rounded, while the computation
-# goes on with all digits, so the last digit may differ by a little when you redo a step. Where a
-# demo runs the whole model or all of a backward pass, as in cards 42, 46, 49, 53, 55 and 61, in the
-# training loop, and at the end of 50, 51 and 56, its results would take an evening by hand. And
-# what a random generator draws, in cards 9, 23, 32, 43, 49, 60 and 61 and in the loop, has to be
-# taken as given.
+# Demos that need other numbers bring their own. What is printed is rounded, so the last digit may
+# differ by a little when you redo a step. Where a demo runs the whole model or all of a backward
+# pass, as in cards 42, 46, 49, 53, 55 and 61, in the training loop, and at the end of 50, 51 and
+# 56, its results would take an evening by hand. And what a random generator draws, in cards 9, 23,
+# 32, 43, 49, 60 and 61 and in the loop, has to be taken as given.
 #
 # `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
 # file runs as a program, the command line decides (see 'The program' at the end).
@@ -329,15 +323,12 @@ def demo(function):
 # a vowel sign that Unicode writes as a mark of its own belongs to the letter before it, and so do
 # the two joiners that stand within words of some scripts. Every character lands in exactly one
 # piece, and nothing is normalised, such as two spellings of é made one, so text comes back as it
-# went in. The first alternative cannot tell an apostrophe from an opening quote: at the beginning
-# of a text, 'the is cut into 't and he.
+# went in. 
 #
-# Learning the merges, in the next two cards, never looks at the text again, only at each distinct
-# pre-token w and the number of places where it stands.
+# Learning the merges, in the next two cards, looks only at each distinct pre-token w and the number
+# n_w of places i where it stands; the bars count the members of a set:
 #
 #     n_w = |{i : pretoken[i] = w}|                                                       (1.1)
-#
-# The bars count the members of a set: the places i at which the pre-token is w.
 #
 # Shapes: none; a text becomes a dict {pre-token: count}.
 
@@ -390,8 +381,7 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # wins, with (a, b) compared as Python compares tuples of strings. Otherwise the result would depend
 # on the order of a dict. And a pair must occur at least twice: joining a pair that occurs once
 # saves a single token and costs one in the vocabulary. So there may be fewer merges than asked for.
-#
-# `places` tells for each pair in which pre-tokens it stands; card 3 will need it.
+# `places` tells for each pair in which pre-tokens it stands, for card 3.
 #
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
@@ -437,8 +427,7 @@ if __name__ == "__main__": demo(demo_pair_frequency)
 # and the new ones put in. In a b a b, the second join takes out the pair (ab, a) that the first has
 # put in. The best pair comes from a heap, a list that hands out its smallest entry cheaply: among
 # entries (-f, pair) that is the most frequent pair, and among equals the smallest one, as in 2.2.
-# When a count changes, an entry with the new one is added; an entry that is out of date is dropped
-# when it comes up.
+# When a count changes, a new entry is added; one that is out of date is dropped when it comes up.
 #
 # Shapes: none; a list of tokens becomes a list that is as long or shorter.
 
@@ -516,8 +505,7 @@ if __name__ == "__main__": demo(demo_apply_merge)
 # %% [markdown]
 # ### 4. The vocabulary
 #
-# The network sees no strings, only whole numbers, called ids. The vocabulary is the list that says
-# which token has which id.
+# The network sees whole numbers, called ids. The vocabulary lists which token has which id.
 #
 #     itos = [<unk>] + [characters, first seen first]
 #            + [new merged tokens, in merge order]                                        (4.1)
@@ -525,8 +513,7 @@ if __name__ == "__main__": demo(demo_apply_merge)
 # Id 0 stands for anything unknown, such as a character that the training text never held. The
 # characters keep their own ids, because a word that no merge fits must still be spelled. 'New' says
 # that a string gets one id only, even if two merges should spell it, as ab + c and a + bc would.
-# The code takes the characters from the distinct pre-tokens, which stand in the order in which they
-# were first seen and hold every character of the text.
+# The characters of the distinct pre-tokens come in the same order as those of the text.
 #
 # Shapes: `itos` has V strings. That is the V of the whole book.
 
@@ -566,11 +553,9 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # each pre-token would take long. It is enough to look at the pairs that are there, apply the one
 # with the lowest rank (its place in the list), and go on with higher ranks. A merge whose pair is
 # not there would change nothing, and a pair that appears only after its turn has passed is left
-# alone, as in the replay. A pre-token is the same wherever it stands, so its ids are worked out
-# once for a text.
+# alone, as in the replay. The ids of a pre-token are worked out once for a text.
 #
-# Shapes: a text becomes a list of N ids. `decode(encode(text)) == text` as long as every character
-# is known.
+# Shapes: a text becomes a list of N ids, and these the text again, if every character is known.
 
 # %%
 def apply_merges(word, merges, ranks=None):
@@ -595,10 +580,9 @@ class Tokenizer:
 
     def encode(self, text):
         """The ids of a text, a list."""
-        words, stoi = PRE_TOKEN.findall(text), self.stoi
+        ids, ids_of, stoi = [], {}, self.stoi
         ranks = {pair: rank for rank, pair in enumerate(self.merges)}
-        ids, ids_of = [], {}
-        for word in words:
+        for word in PRE_TOKEN.findall(text):
             if word not in ids_of:
                 tokens = apply_merges(word, self.merges, ranks)
                 ids_of[word] = [stoi[tok] if tok in stoi else stoi[UNK] for tok in tokens]  # (5.1)
@@ -607,9 +591,8 @@ class Tokenizer:
 
     def decode(self, ids):
         """The text of some ids; ValueError for an id outside 0 to V - 1."""
-        V = len(self.itos)
         for i in ids:
-            if not 0 <= i < V:
+            if not 0 <= i < (V := len(self.itos)):
                 raise BadInput(f"id {i} is outside the vocabulary: ids go from 0 to {V - 1}")
         return "".join(self.itos[i] for i in ids)                           #         (5.2)
 
@@ -674,8 +657,7 @@ if __name__ == "__main__": demo(demo_encode_decode)
 #     cut = ⌊(1 - ρ) N⌋                                                                   (6.1)
 #
 # The first `cut` ids are for training, the rest for validation. A computer does not hold 0.9
-# exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth before rounding down
-# mends that.
+# exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth mends that.
 #
 # Shapes: ids (N,) -> train_ids (cut,), val_ids (N - cut,)
 
@@ -714,10 +696,9 @@ if __name__ == "__main__": demo(demo_split)
 #     y_start[t] = ids[start + t + 1],  t = 0, ..., T-1                                   (7.3)
 #     y_start[t] = x_start[t + 1],      t = 0, ..., T-2                                 † (7.4)
 #
-# Windows start every `stride` places. With a stride below T they overlap; with one above T some
-# tokens are never a target. Whatever the stride, the first token is none, nor may the last few be,
-# fewer than the stride. The bound on the start is strict, because the last target of a window is
-# ids[start + T].
+# With a stride below T the windows overlap; with one above T some tokens are never a target. The
+# first token never is, nor may the last few be, fewer than the stride. The bound on the start is
+# strict, because the last target of a window is ids[start + T].
 #
 # With T = 4 and stride 2, the first two windows and their targets lie in the stream like this:
 #
@@ -847,8 +828,7 @@ if __name__ == "__main__": demo(demo_batches)
 # forward, to get the result, and backward, to get derivatives. A backward function is handed dY,
 # the derivative of the loss by its output, called the upstream gradient. It returns the derivative
 # of the loss by each of its inputs that can be varied; ids cannot. So backward functions can be
-# chained in reverse order, and that is backpropagation. It begins at the loss, the end of the chain
-# (card 18).
+# chained in reverse order, and that is backpropagation. It begins at the loss (card 18).
 
 # %% [markdown]
 # ### 10. Matrix multiplication (forward)
@@ -933,8 +913,7 @@ if __name__ == "__main__": demo(demo_matmul)
 # %%
 def linear_forward(X, W, b):
     """Y (T, c) = X (T, a) times W (a, c), plus b (c,) in each row (card 11)."""
-    Y = X @ W                                                               # (T, c)
-    Y += b                                                                  # (T, c)  (11.1)
+    Y = X @ W + b                                                           # (T, c)  (11.1)
     return Y
 
 
@@ -964,13 +943,11 @@ if __name__ == "__main__": demo(demo_linear)
 #
 #     dW = Xᵀ dY                                                                         (12.2)
 #
-# The bias b_j touches column j too, in every row, with factor 1: db_j = ∑_t dY_tj. With dY_t for
-# row t of dY:
+# The bias b_j touches column j too, in every row, with factor 1: db_j = ∑_t dY_tj, so as a row:
 #
 #     db = ∑_t dY_t                                                                      (12.3)
 #
-# The input X_tk touches row t of Y, in every column j: dX_tk = ∑_j dY_tj W_kj = ∑_j dY_tj (Wᵀ)_jk,
-# which is 10.1 for dY and Wᵀ:
+# The input X_tk touches row t of Y, in every column j: dX_tk = ∑_j dY_tj W_kj = ∑_j dY_tj (Wᵀ)_jk:
 #
 #     dX = dY Wᵀ                                                                         (12.4)
 #
@@ -997,7 +974,7 @@ def linear_backward(dY, X, W):
 def demo_linear_backward():
     e = example(12)
     X, W = e.X0, e.block["ff1_w"]
-    dY = np.hstack([e.dY, -2 * e.dY[:, 1:3]])                               # (3, 6)
+    dY = e.dY[:, [0, 1, 2, 3, 2, 1]]                                        # (3, 6)
     dX, dW, db = linear_backward(dY, X, W)
     show("X", X, digits=1)
     show("W", W, digits=1)
@@ -1086,19 +1063,16 @@ if __name__ == "__main__": demo(demo_relu_backward)
 # ### 15. Softmax (forward)
 #
 # A network gives scores, any numbers; choosing needs probabilities, from 0 up and with sum 1.
-# Raising e to each score makes all of them positive and keeps their order; dividing by the sum
-# makes the sum 1. A difference of 1 between two scores becomes a factor of e, about 2.718, between
-# their probabilities.
+# Softmax raises e to each score, which makes all of them positive and keeps their order, and
+# divides by the sum. A difference of 1 between two scores becomes a factor of e.
 #
 # exp(1000) is infinite in NumPy, and infinite divided by infinite is not a number. So the row's
-# largest score is subtracted first. Then the largest exponent is 0, its exp is 1, and nothing
-# overflows.
+# largest score is subtracted first. Then the largest exponent is 0, and nothing overflows.
 #
 #     e_i = exp(z_i - max_k z_k)                                                         (15.1)
 #     p_i = e_i / ∑_k e_k                                                                (15.2)
 #
-# The subtraction does not change p: any constant c drops out, because the same factor exp(-c)
-# stands above and below.
+# The subtraction does not change p: any c drops out, since exp(-c) stands above and below.
 #
 #     exp(z_i - c) / ∑_k exp(z_k - c) = exp(-c) exp(z_i) / (exp(-c) ∑_k exp(z_k))
 #                                     = exp(z_i) / ∑_k exp(z_k)                        † (15.3)
@@ -1134,8 +1108,7 @@ if __name__ == "__main__": demo(demo_softmax)
 # ### 16. Softmax, backward
 #
 # Raise one score z_j and its own probability rises, while each other one falls. Both follow from
-# the quotient rule, with s for ∑_k exp(z_k). The maximum that 15.1 subtracts drops out of p by
-# 15.3, so it is left out here:
+# the quotient rule, with s for ∑_k exp(z_k). The maximum of 15.1 drops out of p by 15.3:
 #
 #     i = j:  ∂p_i/∂z_i = (exp(z_i) s - exp(z_i) exp(z_i)) / s² = p_i - p_i p_i
 #     i ≠ j:  ∂p_i/∂z_j = (0 - exp(z_i) exp(z_j)) / s²          =     - p_i p_j
@@ -1144,17 +1117,15 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 #     ∂p_i/∂z_j = p_i (δ_ij - p_j)                                                     † (16.1)
 #
-# The chain rule adds up over all probabilities, since z_j touches each of them, and p_j is taken
-# out:
+# The chain rule adds up over all probabilities, since z_j touches each; then p_j is taken out:
 #
 #     dz_j = ∑_i dp_i p_i (δ_ij - p_j) = dp_j p_j - p_j ∑_i dp_i p_i
 #     dz_j = p_j (dp_j - ∑_i p_i dp_i)                                                   (16.2)
 #
 # What counts is how far dp_j lies above the average under p, in which each dp_i has the weight p_i.
 # So a gradient that is the same for all probabilities does nothing: they cannot all rise. And each
-# row of dz sums to 0, the average less the average. The matrix of 16.1, of all derivatives of an
-# output by an input, is called a Jacobian; only the demo builds it. The backward pass needs the
-# output p and not the scores.
+# row of dz sums to 0, the average less the average. Only the demo builds the matrix of 16.1. The
+# backward pass needs p and not the scores.
 #
 # Shapes at the default sizes, and in the running example, where attention uses it:
 #
@@ -1188,11 +1159,10 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # ### 17. Cross-entropy (forward)
 #
 # At each position the model gives one score, a logit, for each of the V tokens. The text says which
-# token came next, the target y_t. The loss, called cross-entropy, is minus the logarithm of the
+# token came next, the target y_t. The loss, called cross-entropy, is minus the log of the
 # probability that the model gave to that token: 0 if it was certain and right, large if it found
-# the token unlikely. The probability of a row of tokens is the product of those of each token given
-# the ones before it, and the log of a product is the sum of the logs. So making the loss small is
-# making the text likely.
+# the token unlikely. The probability of a text is the product of those of its tokens, each given
+# the ones before it, and its log is the sum of their logs. So a small loss means a likely text.
 #
 #     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
 #     logp_tv = z_tv - log ∑_k exp(z_tk)                                                 (17.2)
@@ -1250,8 +1220,7 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # ### 18. Cross-entropy, backward
 #
 # Here the backward pass of the whole network begins. Write the loss of one position with the logits
-# themselves. The maximum cancels in 17.2: with c for it, z has -c, and so has log ∑ exp(x - c) = -c
-# + log ∑ exp(x).
+# themselves. The maximum cancels in 17.2: z holds it with a minus, and log ∑ exp(z) once more.
 #
 #     loss_t = -logp[t, y_t] = -logits[t, y_t] + log ∑_k exp(logits_tk)
 #
@@ -1265,8 +1234,7 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 #     dlogits = (P - onehot(y)) / T                                                      (18.2)
 #
 # A step against this gradient pushes the target's logit up, in proportion to 1 - P, and every other
-# logit down, in proportion to its P. Each row sums to 0. With a batch, T is the number of all
-# positions.
+# logit down, in proportion to its P. Each row sums to 0. With a batch, T counts all positions.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1365,8 +1333,7 @@ def layer_norm_forward(X, gamma, beta):
     variance = row_mean(D * D)                                              # (T, 1)  (20.2)
     s = 1 / np.sqrt(variance + EPS)                                         # (T, 1)  (20.3)
     Xhat = D * s                                                            # (T, d)  (20.4)
-    Y = gamma * Xhat                                                        # (T, d)
-    Y += beta                                                               # (T, d)  (20.5)
+    Y = gamma * Xhat + beta                                                 # (T, d)  (20.5)
     return Y, {"Xhat": Xhat, "s": s, "gamma": gamma}
 
 
@@ -1396,8 +1363,7 @@ if __name__ == "__main__": demo(demo_layernorm)
 # %% [markdown]
 # ### 21. Deriving the backward formula
 #
-# The input X_tj enters the output of its row t in three ways: directly, through the mean, and
-# through the variance.
+# The input X_tj enters its row of the output directly, through the mean, and through the variance.
 #
 # First, undo the gain. In 20.5 each Y_ti depends on one Xhat_ti, with factor γ_i:
 #
@@ -1439,42 +1405,28 @@ if __name__ == "__main__": demo(demo_layernorm)
 #     ∂Y_ti/∂γ_i = Xhat_ti,  ∂Y_ti/∂β_i = 1                                            † (21.7)
 #
 # In 21.6 the first sum takes away the part of the gradient that would shift the whole row, the
-# second the part that would stretch it along Xhat. LayerNorm undoes shifts, and but for ε also
-# stretches.
+# second the part that would stretch it along Xhat. LayerNorm undoes both, but for ε.
 #
-# Shapes at the default sizes: the matrix of 21.5 is (d, d) = (32, 32) for each row. Only this
-# card's demo builds it.
+# Shapes at the default sizes: the matrix of 21.5 is (d, d) = (32, 32) for each row.
 
 # %%
 def demo_layernorm_derivation():
-    x, gamma, dY = np.array([2.0, 4.0, 4.0, 10.0]), np.ones(4), np.array([0.0, 1.0, 0.0, -1.0])
-    h, d = 1e-5, 4
-    of_row = lambda x: layer_norm_forward(x[None], gamma, np.zeros(4))
-    Xhat, s = of_row(x)[1]["Xhat"][0], of_row(x)[1]["s"].item()
-
-    def slope(f, j):                                        # how f moves when x_j moves
-        up, down = x.copy(), x.copy()
-        up[j] += h
-        down[j] -= h
-        return (f(up) - f(down)) / (2 * h)
-
-    mu = x.mean()
-    print("measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001, one x_j at a time")
-    print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}; now X_3 = 10 moves")
-    print(f"(21.2) mean      formula {1 / d:.4f}   measured {slope(np.mean, 3):.4f}")
-    print(f"(21.3) variance  formula {2 / d * (x[3] - mu):.4f}   measured {slope(np.var, 3):.4f}")
-    print(f"(21.4) s         formula {-s**3 * (x[3] - mu) / d:.4f}  measured "
-          f"{slope(lambda row: 1 / np.sqrt(row.var() + EPS), 3):.4f}")
-    matrix = s * (np.eye(d) - 1 / d - np.outer(Xhat, Xhat) / d)             # (4, 4)  as 21.5
-    measured = np.array([slope(lambda row: of_row(row)[0][0], j)
-                         for j in range(d)]).T                              # column j: x_j moved
+    x, dY = np.array([2.0, 4.0, 4.0, 10.0]), np.array([0.0, 1.0, 0.0, -1.0])
+    d, h = 4, 1e-5
+    norm = lambda row: layer_norm_forward(row[None], np.ones(d), np.zeros(d))[0][0]
+    mu, s, Xhat = x.mean(), 1 / math.sqrt(x.var() + EPS), norm(x)
+    matrix = s * (np.eye(d) - 1 / d - Xhat[:, None] * Xhat / d)             # (4, 4)  as 21.5
+    print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}")
     show("Xhat", Xhat)
-    show("21.5", matrix)
-    show("measured", measured)
     show("dY", dY)
-    show("21.6", dY @ matrix)
-    loss = lambda row: (dY * of_row(row)[0]).sum()
-    show("measured", np.array([slope(loss, j) for j in range(d)]))
+    print("by each x_j, also measured as (f(x + h) - f(x - h)) / 2h with h = 0.00001 at x_j:")
+    for tag, formula, f in (("21.2", np.full(d, 1 / d), np.mean),
+                            ("21.3", 2 / d * (x - mu), np.var),
+                            ("21.4", -s**3 * (x - mu) / d, lambda x: 1 / np.sqrt(x.var() + EPS)),
+                            ("21.5", matrix, norm),
+                            ("21.6", dY @ matrix, lambda x: dY @ norm(x))):
+        show(tag, formula)
+        show("measured", np.array([(f(x + e) - f(x - e)) / (2 * h) for e in h * np.eye(d)]).T)
 
 if __name__ == "__main__": demo(demo_layernorm_derivation)
 
@@ -1530,19 +1482,18 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # ### 23. Xavier uniform initialisation
 #
 # Weights must start out random. If all entries of every matrix started equal, all columns of
-# `ff1_w`, say, would get the same gradient at every step and stay equal. How large should they be?
-# Let fan_in be the number of rows of W and fan_out the number of columns. An entry of X W is a sum
-# of fan_in products x w. Take x and w as random, independent, with mean 0; the variance is then the
-# mean of the square. The mean of x² w² is the mean of x² times the mean of w², so a product has
-# variance Var(x) Var(w), and the sum of independent ones has fan_in Var(x) Var(w). To keep the size
-# of the signal going forward, Var(w) should be 1/fan_in. Going backward, dX = dY Wᵀ sums over
-# fan_out numbers, which asks for 1/fan_out. The variance is put between them: 2 / (fan_in +
-# fan_out). This choice is named after Xavier Glorot.
+# `ff1_w`, say, would get the same gradient at every step and stay equal. Let fan_in be the number
+# of rows of W and fan_out the number of columns. An entry of X W is a sum of fan_in products x w.
+# Take x and w as random, independent, with mean 0; the variance is then the mean of the square. The
+# mean of x² w² is the mean of x² times the mean of w², so a product has variance Var(x) Var(w), and
+# the sum of independent ones has fan_in Var(x) Var(w). To keep the size of the signal going
+# forward, Var(w) should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out numbers, which
+# asks for 1/fan_out. The variance is put between them: 2 / (fan_in + fan_out). It is named after
+# Xavier Glorot.
 #
 # A uniform distribution U[-wmax, wmax] gives each number between -wmax and wmax the same chance.
 # Its variance is the integral of w² from -wmax to wmax, which is 2 wmax³/3, divided by the length 2
-# wmax. That is wmax²/3; set to the wanted variance, it gives wmax. The sign ~ says that W_ij is
-# drawn from that distribution.
+# wmax. That is wmax²/3; set to the wanted variance, it gives wmax. ~ says how W_ij is drawn.
 #
 #     wmax = √(6 / (fan_in + fan_out))                                                   (23.1)
 #     W_ij ~ U[-wmax, wmax]                                                              (23.2)
@@ -3873,8 +3824,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **1c.** No. A blank is now matched by `\s+` and is a pre-token of its own; each character still
 #   lands in exactly one piece. The merges are now he, se, es, and no blank can be joined to the
-#   word behind it: the text has 23 ids, where it had 22. On longer texts the difference is larger:
-#   nearly every word costs an id more.
+#   word behind it: the text has 23 ids, where it had 22. Longer texts lose more.
 #
 # - **2a.** By 8.1, ⌈(1,000 - 16) / 4⌉ = 246 windows and ⌈984 / 16⌉ = 62. The last windows start at
 #   980 and 976, so the last targets are ids[996] and ids[992]. The first id is never a target: 996
@@ -3882,8 +3832,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **2b.** Golden files that change: 7, 9, 17, 45, 46, 49 to 51, 53, 55, 56, 61. In card 61 the
 #   training loss falls to 0.01 within 60 steps, where it was 0.30. The model has learned to copy:
-#   after each token it gives that token again. A loss that falls faster than it should is a reason
-#   to look at the data.
+#   after each token it gives that token again. 
 #
 # - **3a.** Golden files that change: 12, 40, 46, 49 to 51, 53. The gradient check calls wrong the
 #   linear layer and the operations that are made of linear layers: attention, the feed-forward
