@@ -322,8 +322,7 @@ def demo(function):
 # blanks and line ends, but for the last one if something follows; then that last one. An accent or
 # a vowel sign that Unicode writes as a mark of its own belongs to the letter before it, and so do
 # the two joiners that stand within words of some scripts. Every character lands in exactly one
-# piece, and nothing is normalised, such as two spellings of é made one, so text comes back as it
-# went in. 
+# piece, and none is changed, such as two spellings of é made one, so text comes back as it went in.
 #
 # Learning the merges, in the next two cards, looks only at each distinct pre-token w and the number
 # n_w of places i where it stands; the bars count the members of a set:
@@ -356,11 +355,13 @@ def demo_pre_tokens():
     print(f"cut   {'|'.join(PRE_TOKEN.findall(e.text))}")
     for word, n in count_words(e.text).items():
         print(f"n_w = {n}  for w = {word!r}")
-    awkward = "It's 2 a.m.,\n\nisn't_it,  voila\u0300 हिन्दी?"
+    awkward = "It's 2 a.m.,\n\nisn't_it,  so?"
     pieces = PRE_TOKEN.findall(awkward)
     print(f"\ntext  {awkward!r}")
     print(f"cut   {'|'.join(repr(piece)[1:-1] for piece in pieces)}")
     print(f"glued together the pieces give the text: {''.join(pieces) == awkward}")
+    for name, word in (("Hindi", "हिन्दी"), ("voila with a grave accent", "voila\u0300")):
+        print(f"{name}: {len(word)} characters, pieces: {len(PRE_TOKEN.findall(word))}")
 
 if __name__ == "__main__": demo(demo_pre_tokens)
 
@@ -733,8 +734,9 @@ def demo_windows():
         for row_x, row_y in zip(x, y):
             print(f"  x {row_x.tolist()}  y {row_y.tolist()}")
         print(f"  never a target: {sorted({*ids.tolist()} - {*y.ravel().tolist()})}")
+    refused(make_windows, ids, 4, 0)
     e = example(7)
-    x, y = make_windows(e.train_ids, e.config.context, stride=3)
+    x, y = make_windows(e.train_ids, 3, stride=3)
     print("the running example, T = 3, stride 3:")
     show("x", x, digits=0)
     show("y", y, digits=0)
@@ -1094,7 +1096,7 @@ def softmax_forward(z):
 
 def demo_softmax():
     z = np.array([np.log([1.0, 2.0, 5.0]), [1000.0, 1001.0, 1003.0], [2.0, -np.inf, 1.0]])
-    e = np.exp(z - z.max(axis=-1, keepdims=True))                           # (3, 3)
+    e = np.exp(z - z.max(axis=1, keepdims=True))                            # (3, 3)
     show("z", z)
     show("e", e)
     show("sums of e", e.sum(axis=-1))
@@ -1419,7 +1421,7 @@ def demo_layernorm_derivation():
     print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}")
     show("Xhat", Xhat)
     show("dY", dY)
-    print("by each x_j, also measured as (f(x + h) - f(x - h)) / 2h with h = 0.00001 at x_j:")
+    print("by each x_j; measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001 for x_j")
     for tag, formula, f in (("21.2", np.full(d, 1 / d), np.mean),
                             ("21.3", 2 / d * (x - mu), np.var),
                             ("21.4", -s**3 * (x - mu) / d, lambda x: 1 / np.sqrt(x.var() + EPS)),
@@ -1488,8 +1490,8 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # mean of x² w² is the mean of x² times the mean of w², so a product has variance Var(x) Var(w), and
 # the sum of independent ones has fan_in Var(x) Var(w). To keep the size of the signal going
 # forward, Var(w) should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out numbers, which
-# asks for 1/fan_out. The variance is put between them: 2 / (fan_in + fan_out). It is named after
-# Xavier Glorot.
+# asks for 1/fan_out. The variance is put between them: 2 / (fan_in + fan_out). Xavier Glorot
+# proposed it.
 #
 # A uniform distribution U[-wmax, wmax] gives each number between -wmax and wmax the same chance.
 # Its variance is the integral of w² from -wmax to wmax, which is 2 wmax³/3, divided by the length 2
