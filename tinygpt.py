@@ -60,8 +60,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #   has its own derivative. Together, such derivatives are called the gradient. A small enough step
 #   against it, each number less a little of its derivative, makes the loss smaller. Training is
 #   many steps of this kind (chapter 8).
-# - A backward function stands beneath its forward function, or beneath the last of several, and
-#   goes through the same steps in reverse order.
+# - A backward function stands beneath its forward function and goes through its steps in reverse.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
 # Each chapter ends with exercises; the answers stand at the end of the book. Some need later
@@ -75,8 +74,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # numbers add up; card 23 an integral, card 47 Taylor's formula. ∂Y/∂X is the derivative of Y by X
 # while all else is held fixed. The chain rule is used throughout in this form: when the loss
 # depends on X only through Y, each entry of X may touch several entries of Y, and their effects add
-# up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array that is used in several places gets such a sum from each
-# place, and these add up too.
+# up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array used in several places gets such a sum from each.
 #
 # GPT-2 differs in this: its tokenizer works on bytes, not characters, its bend in the feed-forward
 # layer is a GELU, not a ReLU, its output layer reuses the token table and has no bias, its weights
@@ -214,11 +212,10 @@ def block_params(params, l):
 # Demos that need other numbers bring their own. What is printed is rounded, so the last digit may
 # differ by a little when you redo a step. Where a demo runs the whole model or all of a backward
 # pass, as in cards 42, 46, 49, 53, 55 and 61, in the training loop, and at the end of 50, 51 and
-# 56, its results would take an evening by hand. And what a random generator draws, in cards 9, 23,
-# 32, 43, 49, 60 and 61 and in the loop, has to be taken as given.
+# 56, its results would take an evening by hand. What a random generator draws, in cards 9, 23, 32,
+# 43, 49, 60 and 61 and in the loop, has to be taken as given.
 #
-# `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
-# file runs as a program, the command line decides (see 'The program' at the end).
+# `demo` plays a demo at once in a notebook, under its card. In a program the command line decides.
 
 # %%
 def example(card):
@@ -296,7 +293,7 @@ def refused(function, *args):
 
 
 def demo(function):
-    """Play a demo at once in a notebook; in a program the command line plays it."""
+    """Play a demo at once, in a notebook only."""
     if "get_ipython" in globals():
         function()
 
@@ -617,8 +614,7 @@ def demo_encode_decode():
         print(f"{word!r:8} {'|'.join(tokens):9} ids {tokenizer.encode(word)}")
     ids = tokenizer.encode(e.text)
     print(f"text     {e.text!r}")
-    print(f"ids      {ids}")
-    print(f"N        {len(ids)}")
+    print(f"N = {len(ids)}   {ids}")
     print(f"decoded  {tokenizer.decode(ids)!r}")
     ids = tokenizer.encode("sad")
     print(f"unknown  'sad' -> {ids} -> {tokenizer.decode(ids)!r}; {tokenizer.unknown('sad')}")
@@ -699,9 +695,8 @@ if __name__ == "__main__": demo(demo_split)
 #
 # With a stride below T the windows overlap; with one above T some tokens are never a target. The
 # first token never is, nor may the last few be, fewer than the stride. The bound on the start is
-# strict, because the last target of a window is ids[start + T].
-#
-# With T = 4 and stride 2, the first two windows and their targets lie in the stream like this:
+# strict, because the last target of a window is ids[start + T]. With T = 4 and stride 2, the first
+# two windows and their targets lie in the stream like this:
 #
 #     ids     10 11 12 13 14 15 16 17 ...
 #     x_0    [10 11 12 13]                  y_0       [11 12 13 14]
@@ -843,9 +838,8 @@ if __name__ == "__main__": demo(demo_batches)
 #     X ∈ ℝ^(T×a), W ∈ ℝ^(a×c)  ⇒  X W ∈ ℝ^(T×c)                                       † (10.2)
 #     Y_tj = (X W)_tj + b_j                                                            † (10.3)
 #
-# 10.1 takes row t of X and column j of W, multiplies them number by number and adds the products
-# up. In 10.2 the inner sizes a must agree, and vanish. 10.3 adds the same offset b_j, the bias, in
-# every row: it shifts output j whatever the input is. In code the product is X @ W.
+# 10.1 multiplies row t of X and column j of W number by number and adds the products up. In 10.2
+# the inner sizes a must agree, and vanish. 10.3 adds an offset b_j, the bias, in every row.
 #
 # A sum is a matrix product too: a column of ones, the 1 of the equations, on the right adds up each
 # row, a row of ones on the left each column. A column of 1/n in place of ones gives the mean of
@@ -900,8 +894,7 @@ if __name__ == "__main__": demo(demo_matmul)
 # ### 11. Linear layer (forward)
 #
 # The linear layer is the product with the bias added. The column of ones in front of bᵀ says that
-# each row gets the same bias; NumPy does that by itself when it adds an array (c,) to (T, c). W has
-# one row for each input, so nothing is transposed on the way forward.
+# each row gets the same bias; NumPy does that by itself, by broadcasting (c,) along (T, c).
 #
 #     Y = X W + 1 bᵀ                                                                     (11.1)
 #
@@ -995,14 +988,11 @@ if __name__ == "__main__": demo(demo_linear_backward)
 # ### 13. ReLU (forward)
 #
 # Two linear layers in a row are no better than one: (X W) W' = X (W W') is one matrix product
-# again. Something that is not linear must stand between them, called an activation function. The
-# simplest does it: keep what is positive, replace the rest by 0. The name is short for rectified
-# linear unit. Z is the output of the first layer, with a column for each of F numbers, called
-# hidden units because they are neither input nor output.
+# again. Something that is not linear, an activation function, must stand between them. The simplest
+# does it: keep what is positive, replace the rest by 0. The name is short for rectified linear
+# unit. Z is the output of the first layer, with a column for each of F numbers, the hidden units.
 #
 #     R_ti = max(0, Z_ti)                                                                (13.1)
-#
-# Each hidden number becomes a small detector, silent where its weighted sum is below a threshold.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1066,7 +1056,7 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # A network gives scores, any numbers; choosing needs probabilities, from 0 up and with sum 1.
 # Softmax raises e to each score, which makes all of them positive and keeps their order, and
-# divides by the sum. A difference of 1 between two scores becomes a factor of e.
+# divides by the sum. A difference of 1 between two scores makes a factor of e between their p.
 #
 # exp(1000) is infinite in NumPy, and infinite divided by infinite is not a number. So the row's
 # largest score is subtracted first. Then the largest exponent is 0, and nothing overflows.
@@ -1126,8 +1116,8 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 # What counts is how far dp_j lies above the average under p, in which each dp_i has the weight p_i.
 # So a gradient that is the same for all probabilities does nothing: they cannot all rise. And each
-# row of dz sums to 0, the average less the average. Only the demo builds the matrix of 16.1. The
-# backward pass needs p and not the scores.
+# row of dz sums to 0, the average less the average. Only the demo builds the matrix of 16.1, called
+# a Jacobian. The backward pass needs p, not the scores.
 #
 # Shapes at the default sizes, and in the running example, where attention uses it:
 #
@@ -1164,7 +1154,7 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # token came next, the target y_t. The loss, called cross-entropy, is minus the log of the
 # probability that the model gave to that token: 0 if it was certain and right, large if it found
 # the token unlikely. The probability of a text is the product of those of its tokens, each given
-# the ones before it, and its log is the sum of their logs. So a small loss means a likely text.
+# the ones before it, and its log is the sum of their logs: the smallest loss is maximum likelihood.
 #
 #     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
 #     logp_tv = z_tv - log ∑_k exp(z_tk)                                                 (17.2)
@@ -1222,7 +1212,8 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # ### 18. Cross-entropy, backward
 #
 # Here the backward pass of the whole network begins. Write the loss of one position with the logits
-# themselves. The maximum cancels in 17.2: z holds it with a minus, and log ∑ exp(z) once more.
+# themselves. The maximum c cancels in 17.2: z holds -c, and so does the part that is taken off,
+# since log ∑ exp(x - c) = -c + log ∑ exp(x).
 #
 #     loss_t = -logp[t, y_t] = -logits[t, y_t] + log ∑_k exp(logits_tk)
 #
@@ -1295,7 +1286,6 @@ def demo_perplexity():
         loss, _ = cross_entropy_forward(np.zeros((1, n)), np.array([n - 1]))
         print(f"an even guess among {n:2}: loss {number(loss, 4)}, "
               f"perplexity {number(perplexity(loss), 4)}")
-    print(f"loss 1.5 -> perplexity {perplexity(1.5):.4f}")
     print(f"losses 1 and 3: exp of the mean {perplexity(2):.4f}, "
           f"mean of the exps {(perplexity(1) + perplexity(3)) / 2:.4f}")
 
@@ -1395,8 +1385,7 @@ if __name__ == "__main__": demo(demo_layernorm)
 #     ∂Xhat_ti/∂X_tj = s_t (δ_ij - 1/d) + (X_ti - μ_t) ∂s_t/∂X_tj
 #                    = s_t (δ_ij - 1/d - (1/d) Xhat_ti Xhat_tj)                        † (21.5)
 #
-# Sixth, the chain rule adds up what X_tj does to all d entries of its row. The three terms in the
-# bracket of 21.5 give three sums:
+# Sixth, the chain rule adds up what X_tj does to its row. The three terms of 21.5 give three sums:
 #
 #     dX_tj = ∑_i dXhat_ti ∂Xhat_ti/∂X_tj
 #           = s_t (dXhat_tj - (1/d) ∑_i dXhat_ti - Xhat_tj (1/d) ∑_i dXhat_ti Xhat_ti)
@@ -1490,12 +1479,12 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # mean of x² w² is the mean of x² times the mean of w², so a product has variance Var(x) Var(w), and
 # the sum of independent ones has fan_in Var(x) Var(w). To keep the size of the signal going
 # forward, Var(w) should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out numbers, which
-# asks for 1/fan_out. The variance is put between them: 2 / (fan_in + fan_out). Xavier Glorot
-# proposed it.
+# asks for 1/fan_out. The variance is put between them: 2 / (fan_in + fan_out).
 #
 # A uniform distribution U[-wmax, wmax] gives each number between -wmax and wmax the same chance.
 # Its variance is the integral of w² from -wmax to wmax, which is 2 wmax³/3, divided by the length 2
-# wmax. That is wmax²/3; set to the wanted variance, it gives wmax. ~ says how W_ij is drawn.
+# wmax. That is wmax²/3; set to the wanted variance, it gives wmax. The sign ~ stands for 'drawn
+# from'.
 #
 #     wmax = √(6 / (fan_in + fan_out))                                                   (23.1)
 #     W_ij ~ U[-wmax, wmax]                                                              (23.2)
@@ -3834,7 +3823,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **2b.** Golden files that change: 7, 9, 17, 45, 46, 49 to 51, 53, 55, 56, 61. In card 61 the
 #   training loss falls to 0.01 within 60 steps, where it was 0.30. The model has learned to copy:
-#   after each token it gives that token again. 
+#   after each token it gives that token again.
 #
 # - **3a.** Golden files that change: 12, 40, 46, 49 to 51, 53. The gradient check calls wrong the
 #   linear layer and the operations that are made of linear layers: attention, the feed-forward
