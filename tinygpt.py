@@ -95,6 +95,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     X.T                   the transpose: rows become columns, shape (4, 3)
 #     X.max(axis=1)         the largest of each row, shape (3,); with keepdims=True (3, 1)
 #     X.reshape(6, 2)       the same numbers, read row by row, in rows of 2; -1 stands for what fits
+#     X.ravel()             the same numbers in one row, shape (12,)
 #     X[[0, 1, 2], y]       one entry of each row, in the column that y names: shape (3,)
 #     X > 0                 an array of truths, which count as 1 and 0 when multiplied
 #     X[None]               one more axis in front: shape (1, 3, 4)
@@ -454,7 +455,7 @@ def train_bpe(word_counts, n_merges):
         merges.append((a, b))
         ab, lefts, rights = a + b, defaultdict(list), defaultdict(list)
         for w in set(places[a, b]):
-            joined = [""]                                   # no neighbour on the left
+            joined = [""]                                   # "": no neighbour
             for token, right in zip(toks[w], [*toks[w][1:], ""]):
                 if token == b and joined[-1] == a:
                     joined[-1] = ab                                         # as 3.1
@@ -971,12 +972,10 @@ def demo_linear_backward():
     X, W = e.X0, e.block["ff1_w"]
     dY = e.dY[:, [0, 1, 2, 3, 2, 1]]                                        # (3, 6)
     dX, dW, db = linear_backward(dY, X, W)
-    show("X", X, digits=1)
-    show("W", W, digits=1)
-    show("dY", dY, digits=1)
-    show("dW", dW, digits=2)
-    show("db", db, digits=2)
-    show("dX", dX, digits=2)
+    for name, array in (("X", X), ("W", W), ("dY", dY)):
+        show(name, array, digits=1)
+    for name, array in (("dW", dW), ("db", db), ("dX", dX)):
+        show(name, array, digits=2)
     terms = " + ".join(f"({number(x, 1)})({number(g, 1)})" for x, g in zip(X[:, 1], dY[:, 0]))
     print(f"dW_10 = {terms} = {number(dW[1, 0], 2)}")
     terms = " + ".join(f"({number(g, 1)})({number(w, 1)})" for g, w in zip(dY[2, :3], W[3, :3]))
@@ -1248,10 +1247,9 @@ def demo_cross_entropy_backward():
     loss, P = cross_entropy_forward(logits, y)
     dlogits = cross_entropy_backward(P, y)
     onehot = (np.arange(3) == y[:, None]).astype(int)
-    show("P", P)
-    show("onehot", onehot)
-    show("dlogits", dlogits)
-    show("row sums", dlogits.sum(axis=-1))
+    for name, array in (("P", P), ("onehot", onehot), ("dlogits", dlogits),
+                        ("row sums", dlogits.sum(axis=-1))):
+        show(name, array)
     print(f"dlogits_02 = ({P[0, 2]:.4f} - 1) / 2 = {dlogits[0, 2]:.4f}")
     lower, _ = cross_entropy_forward(logits - 0.1 * dlogits, y)
     show("new logits", logits - 0.1 * dlogits)
@@ -1337,10 +1335,8 @@ def demo_layernorm():
     show("X", X)
     print("row 0: mean (2 + 4 + 4 + 10) / 4 = 5, variance (9 + 1 + 1 + 25) / 4 = 9, ε 1e-5")
     show("s", s.T)
-    show("Xhat", Xhat)
-    show("gamma", gamma)
-    show("beta", beta)
-    show("Y", Y)
+    for name, array in (("Xhat", Xhat), ("gamma", gamma), ("beta", beta), ("Y", Y)):
+        show(name, array)
     show("variances", Xhat.var(axis=1))
     print("of the rows of Xhat, less than 1 because of ε; a constant row gives beta:")
     show("Y const", layer_norm_forward(np.full((1, 4), 7.0), gamma, beta)[0])
@@ -1462,10 +1458,9 @@ def demo_layernorm_backward():
     print("means of dXhat and of dXhat ⊙ Xhat, row 0 and row 1:")
     show("dXhat", dXhat.mean(axis=1))
     show("⊙ Xhat", (dXhat * Xhat).mean(axis=1))
-    show("dX", dX)
-    show("row sums", dX.sum(axis=1))
-    show("dgamma", dgamma)
-    show("dbeta", dbeta)
+    for name, array in (("dX", dX), ("row sums", dX.sum(axis=1)), ("dgamma", dgamma),
+                        ("dbeta", dbeta)):
+        show(name, array)
 
 if __name__ == "__main__": demo(demo_layernorm_backward)
 
