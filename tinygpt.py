@@ -3928,7 +3928,8 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - Byte pair encoding: Gage, 1994, A new algorithm for data compression; for words, Sennrich and
 #   others, 2016, Neural machine translation of rare words with subword units.
-# - Backpropagation: Rumelhart and others, 1986, Learning representations by back-propagating errors.
+# - Backpropagation: Rumelhart and others, 1986, Learning representations by back-propagating
+#   errors.
 # - Xavier initialisation: Glorot and Bengio, 2010, Understanding the difficulty of training deep
 #   feedforward neural networks.
 # - Residual connections: He and others, 2016, Deep residual learning for image recognition.
