@@ -1736,12 +1736,9 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 #
 # Shapes at the default sizes, and in the running example; wk and wv are like wq, bk and bv like bq:
 #
-#     Xn (T, d) = (16, 32)                  (3, 4)
+#     Xn, Q, K, V (T, d) = (16, 32)         (3, 4)
 #     wq (d, d) = (32, 32)                  (4, 4)
 #     bq (d,) = (32,)                       (4,)
-#     Q (T, d) = (16, 32)                   (3, 4)
-#     K (T, d) = (16, 32)                   (3, 4)
-#     V (T, d) = (16, 32)                   (3, 4)
 
 # %%
 def project_qkv(Xn, block):
@@ -1883,8 +1880,7 @@ if __name__ == "__main__": demo(demo_split_heads)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     Qh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
-#     Kh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     Qh, Kh (H, T, hs) = (2, 16, 16)       (2, 3, 2)
 #     QK (H, T, T) = (2, 16, 16)            (2, 3, 3)
 
 # %%
@@ -2006,8 +2002,7 @@ if __name__ == "__main__": demo(demo_causal_mask)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
-#     A (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     S, A (H, T, T) = (2, 16, 16)          (2, 3, 3)
 
 # %%
 def attention_weights(S):
@@ -2044,8 +2039,7 @@ if __name__ == "__main__": demo(demo_attention_softmax)
 # Shapes at the default sizes, and in the running example:
 #
 #     A (H, T, T) = (2, 16, 16)             (2, 3, 3)
-#     Vh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
-#     Oh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     Vh, Oh (H, T, hs) = (2, 16, 16)       (2, 3, 2)
 
 # %%
 def weighted_values(A, Vh):
@@ -2121,9 +2115,7 @@ if __name__ == "__main__": demo(demo_merge_heads)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     Xn (T, d) = (16, 32)                  (3, 4)
-#     O (T, d) = (16, 32)                   (3, 4)
-#     out (T, d) = (16, 32)                 (3, 4)
+#     Xn, O, out (T, d) = (16, 32)          (3, 4)
 
 # %%
 def attention_forward(Xn, block, heads, T):
@@ -2228,13 +2220,9 @@ if __name__ == "__main__": demo(demo_output_projection)
 # Shapes at the default sizes, and in the running example; dKh and dVh are like dQh, dK and dV like
 # dQ:
 #
-#     dOut (T, d) = (16, 32)                (3, 4)
-#     dOh (H, T, hs) = (2, 16, 16)          (2, 3, 2)
-#     dA (H, T, T) = (2, 16, 16)            (2, 3, 3)
-#     dS (H, T, T) = (2, 16, 16)            (2, 3, 3)
-#     dQh (H, T, hs) = (2, 16, 16)          (2, 3, 2)
-#     dQ (T, d) = (16, 32)                  (3, 4)
-#     dXn (T, d) = (16, 32)                 (3, 4)
+#     dOut, dQ, dXn (T, d) = (16, 32)       (3, 4)
+#     dOh, dQh (H, T, hs) = (2, 16, 16)     (2, 3, 2)
+#     dA, dS (H, T, T) = (2, 16, 16)        (2, 3, 3)
 
 # %%
 def attention_backward(dOut, cache, block):
@@ -2327,10 +2315,8 @@ if __name__ == "__main__": demo(demo_attention_backward)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     Xn (T, d) = (16, 32)                  (3, 4)
-#     Z (T, F) = (16, 128)                  (3, 6)
-#     R (T, F) = (16, 128)                  (3, 6)
-#     Ff (T, d) = (16, 32)                  (3, 4)
+#     Xn, Ff (T, d) = (16, 32)              (3, 4)
+#     Z, R (T, F) = (16, 128)               (3, 6)
 
 # %%
 def ffn_forward(Xn, block):
@@ -2374,10 +2360,8 @@ if __name__ == "__main__": demo(demo_ffn)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     dOut (T, d) = (16, 32)                (3, 4)
-#     dR (T, F) = (16, 128)                 (3, 6)
-#     dZ (T, F) = (16, 128)                 (3, 6)
-#     dXn (T, d) = (16, 32)                 (3, 4)
+#     dOut, dXn (T, d) = (16, 32)           (3, 4)
+#     dR, dZ (T, F) = (16, 128)             (3, 6)
 #     dW1 (d, F) = (32, 128)                (4, 6)
 #     dW2 (F, d) = (128, 32)                (6, 4)
 
@@ -2435,8 +2419,7 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 #
 # Shapes at the default sizes, and in the running example; Xn, Att, Xmid, Xn2 and Ff are like X:
 #
-#     X (T, d) = (16, 32)                   (3, 4)
-#     Y (T, d) = (16, 32)                   (3, 4)
+#     X, Y (T, d) = (16, 32)                (3, 4)
 
 # %%
 def block_forward(X, block, heads, T):
@@ -2516,9 +2499,7 @@ if __name__ == "__main__": demo(demo_block)
 #
 # Shapes at the default sizes, and in the running example; all seven gradients have the shape of X:
 #
-#     dY (T, d) = (16, 32)                  (3, 4)
-#     dXmid (T, d) = (16, 32)               (3, 4)
-#     dX (T, d) = (16, 32)                  (3, 4)
+#     dY, dXmid, dX (T, d) = (16, 32)       (3, 4)
 
 # %%
 def block_backward(dY, cache, block):
@@ -2669,8 +2650,7 @@ if __name__ == "__main__": demo(demo_parameter_count)
 # Shapes at the default sizes, and in the running example:
 #
 #     ids (T,) = (16,)                      (3,)
-#     X (T, d) = (16, 32)                   (3, 4)
-#     Xf (T, d) = (16, 32)                  (3, 4)
+#     X, Xf (T, d) = (16, 32)               (3, 4)
 #     logits (T, V) = (16, V)               (3, 10)
 
 # %%
@@ -2737,8 +2717,7 @@ if __name__ == "__main__": demo(demo_model_forward)
 # parameter:
 #
 #     dlogits (T, V) = (16, V)              (3, 10)
-#     dXf (T, d) = (16, 32)                 (3, 4)
-#     dX (T, d) = (16, 32)                  (3, 4)
+#     dXf, dX (T, d) = (16, 32)             (3, 4)
 
 # %%
 def loss_and_grads(params, x, y, config):
@@ -4302,7 +4281,7 @@ class Page:
 
     def apart(self, lines, at):
         """What is set apart by four blanks: equations, a table, or a drawing."""
-        rows = [re.split(" {2,}", re.sub(r"^(\w+) (\(.*?\)) = (?=\()", r"`\1`  \2  ", line))
+        rows = [re.split(" {2,}", re.sub(r"^([\w, ]+) (\(.*?\)) = (?=\()", r"`\1`  \2  ", line))
                 for line in lines]
         if rows[0][0][0] == "`":
             rows.insert(0, ["array", "shape", "at the default sizes", "in the running example"])
