@@ -3012,11 +3012,11 @@ if __name__ == "__main__": demo(demo_model_backward)
 #
 # Why two sides? By Taylor's formula, f(x ± h) = f ± h f' + h²/2 f'' ± h³/6 f''' and so on. In the
 # difference the terms with f and f'' cancel, and dividing by 2h leaves f' + h²/6 f''': the error is
-# of the size h². With one side, f'' stays and the error is of the size h. A smaller h is not always
-# better. float64 numbers are rounded at about 16 digits, so an f of size 1 carries an error near
-# 1e-16, which is divided by 2h. Constant factors left aside, the two errors, h² and 1e-16 / h, are
-# equal where h³ = 1e-16, a little below 1e-5. float32 numbers have about 7 digits, and no h leaves
-# enough of them; so checks run in float64.
+# of the size h². With one side, f'' stays and the error is of the size h. A smaller h is not better
+# without end. float64 numbers are rounded at about 16 digits, so an f of size 1 carries an error
+# near 1e-16, which is divided by 2h. Constant factors left aside, the two errors, h² and 1e-16 / h,
+# are equal where h³ = 1e-16, a little below 1e-5. In float32, with 7 digits, h³ = 1e-7 leaves an
+# error of 2e-5, so checks run in float64.
 #
 # Shapes:  x of any shape gives g of the same shape.
 
@@ -3034,8 +3034,8 @@ def slope(f, x, i, h):
 
 def numerical_grad(f, x, h=1e-5):
     """The gradient of the number f(x) by x, measured entry by entry (card 47)."""
-    g = np.zeros_like(x)
-    for i in np.ndindex(x.shape):
+    g = np.empty_like(x)
+    for i in np.ndindex(x.shape):                   # all places: (0, 0), (0, 1), ...
         g[i] = slope(f, x, i, h)
     return g
 
@@ -3095,38 +3095,30 @@ if __name__ == "__main__": demo(demo_relative_error)
 #                   s = 1, ..., samples                                                  (49.1)
 #
 # θ is the array of that name, and i_s the place of the s-th drawn entry. Of the two tables only
-# rows that the window uses are drawn: the others should have gradient 0 on both sides, and drawing
-# them would tell little. The floor of 48.1 is set to 1e-5 here, which lies far above the noise and
-# far below the gradients that matter. With the floor 1e-8 of card 48, the noise of the key bias
-# would count as an error. np.maximum is used because Python's max may overlook a gradient that is
-# no number. A right gradient has errors far below 1e-4, a wrong one in general far above; so that
-# is where the line is drawn.
+# rows that the window uses are drawn: drawing others, with gradient 0, would tell little. The floor
+# of 48.1 is 1e-5 here, far above the noise of the key bias and far below the gradients that matter.
+# np.maximum is used because Python's max may overlook a gradient that is no number. A right
+# gradient has errors far below 1e-4, a wrong one in general far above; there the line is drawn.
 #
 # Where the move by h carries the input of a ReLU across 0, the two points lie on different sides of
-# the bend, and the quotient is not the slope. So an entry that seems wrong is measured again with a
-# tenth of the step, and the smaller error counts: a bend is hardly ever met twice, while a wrong
-# gradient stays wrong.
+# the bend, and the quotient is not the slope. So each entry is measured with two steps h, and the
+# smaller error counts: a bend is hardly ever met twice, while a wrong gradient stays wrong.
 #
 # Shapes: one number for each name.
 
 # %%
-def check_params(params, x, y, config, rng, samples=10, h=1e-5):
+def check_params(params, x, y, config, rng, samples):
     """{name: worst relative error} of the gradients for float64 params and ids x, y (card 49)."""
     _, grads = loss_and_grads(params, x, y, config)
     loss = lambda _: loss_and_grads(params, x, y, config)[0]
     used = {"tok_emb": np.unique(x), "pos_emb": np.arange(np.shape(x)[-1])}
-
-    def error(name, i, h):
-        return float(relative_error(grads[name][i], slope(loss, params[name], i, h), eps=1e-5))
-
     worst = dict.fromkeys(params, 0.0)
     for name, W in params.items():
         among = used.get(name, np.arange(len(W)))                           # rows to draw from
         for _ in range(samples):
             i = (among[rng.integers(len(among))], *(rng.integers(size) for size in W.shape[1:]))
-            error_s = error(name, i, h)
-            if error_s > 1e-4:
-                error_s = min(error_s, error(name, i, h / 10))
+            error_s = min(relative_error(grads[name][i], slope(loss, W, i, h), eps=1e-5)
+                          for h in (1e-5, 1e-6))
             worst[name] = float(np.maximum(worst[name], error_s))           #         (49.1)
     return worst
 
@@ -3137,8 +3129,12 @@ def demo_check_params():
     worst = check_params(e.params, e.x, e.y, e.config, np.random.default_rng(0), samples=4)
     for name in ("tok_emb", "pos_emb", "block0.bk", "block0.ff1_w", "lnf_g", "head_w"):
         print(f"{name:13} {verdict(worst[name])}")
-    below = all(error < 1e-4 for error in worst.values())
-    print(f"all {len(worst)} arrays have an error below 1e-4: {below}")
+    print(f"the worst of all {len(worst)} arrays lies between 0 and 1e-4: "
+          f"{0 < max(worst.values()) < 1e-4}")
+    Z = linear_forward(e.Xn2, e.block["ff1_w"], e.block["ff1_b"])           # (3, 6)
+    near = dict(e.params, **{"block0.ff1_b": e.block["ff1_b"] - Z[2] + 2e-6})
+    worst = check_params(near, e.x, e.y, e.config, np.random.default_rng(0), samples=4)
+    print(f"six inputs of ReLU 2e-6 from the bend: {verdict(max(worst.values()))}")
     measured = numerical_grad(lambda b: loss_and_grads(dict(e.params, head_b=b), e.x, e.y,
                                                        e.config)[0], e.params["head_b"].copy())
     show("backward", e.grads["head_b"])
@@ -3168,21 +3164,19 @@ def check_operations(seed):
 
     def error(forward, backward, *inputs):
         """forward() gives Y, backward(dY) the gradients of the inputs in this order."""
-        dY, errors = rng.normal(size=np.shape(forward())), []
-        for x, dx in zip(inputs, backward(dY)):
-            for h in (1e-5, 1e-6):                          # as in card 49: past a bend
-                g = numerical_grad(lambda _: float((forward() * dY).sum()), x, h)
-                errors.append(relative_error(dx, g, eps=1e-4).max())
-                if errors[-1] < 1e-4:
-                    break
-            errors[-2:] = [min(errors[-2:])] if h == 1e-6 else errors[-2:]
+        dY = rng.normal(size=np.shape(forward()))
+        loss = lambda _: float((forward() * dY).sum())
+        errors = [np.minimum(*(relative_error(dx, numerical_grad(loss, x, h), eps=1e-5)
+                               for h in (1e-5, 1e-6))).max()        # two steps, as in card 49
+                  for x, dx in zip(inputs, backward(dY))]
         return float(np.max(errors))
 
     def part(forward, backward, names):
-        """error of a part of a block, with the arrays of these names."""
+        """The error of a part of a block, by X and by the arrays of these names."""
         def gradients(dY):
             dX, grads = backward(dY, forward()[1], block)
             return [dX, *(grads[name] for name in names)]
+
         return error(lambda: forward()[0], gradients, X, *(block[name] for name in names))
 
     return {
@@ -3202,8 +3196,9 @@ def check_operations(seed):
                            lambda dX0: embed_backward(dX0, ids, params),
                            params["tok_emb"], params["pos_emb"]),
         "attention": part(lambda: attention_forward(X, block, 2, 3), attention_backward,
-                          BLOCK[2:10]),
-        "feed-forward": part(lambda: ffn_forward(X, block), ffn_backward, BLOCK[12:]),
+                          ("wq", "bq", "wk", "bk", "wv", "bv", "wo", "bo")),
+        "feed-forward": part(lambda: ffn_forward(X, block), ffn_backward,
+                             ("ff1_w", "ff1_b", "ff2_w", "ff2_b")),
         "block": part(lambda: block_forward(X, block, 2, 3), block_backward, BLOCK)}
 
 
@@ -3233,8 +3228,7 @@ def check_model(seed, samples):
 # ## Chapter 8. Optimizer
 #
 # The gradient says in which direction the loss rises. To lower it, each parameter takes a small
-# step the other way, again and again. How large a step is the question of this chapter. Here and in
-# chapter 9, t counts steps, starting from 1.
+# step the other way, again and again. How large a step? Here t counts steps, from 1.
 
 # %% [markdown]
 # ### 50. AdamW update
@@ -3249,23 +3243,22 @@ def check_model(seed, samples):
 #
 # A running mean keeps a share β of its old value and takes 1 - β of the new one, so older gradients
 # fade: an exponential moving average. Nearly two thirds of its weight lie on the last 1/(1 - β)
-# gradients, 10 for β1 = 0.9 and 100 for β2 = 0.99, the defaults; β2 is often 0.95 or 0.999. (The β
-# and the ε of card 20 are other numbers.)
+# gradients, 10 for β1 = 0.9 and 100 for β2 = 0.99, the defaults; β2 is often 0.95 or 0.999.
 #
 #     m_t = β1 m_(t-1) + (1 - β1) g_t                                                    (50.1)
 #     v_t = β2 v_(t-1) + (1 - β2) g²_t                                                   (50.2)
 #
 # Both start at 0 and are too small at first. Put 50.1 into itself: m_t is the sum over s = 1, ...,
-# t of (1 - β1) β1^(t-s) g_s. The weights add up to (1 - β1)(1 + β1 + β1² + ... + β1^(t-1)).
-# Multiplied out, all terms but the first and the last cancel, and 1 - β1^t is left, not 1. Dividing
-# by that, the bias correction, makes m a proper mean, and likewise for v.
+# t of (1 - β1) β1^(t-s) g_s. The weights add up to (1 - β1)(1 + β1 + β1² + ... + β1^(t-1));
+# multiplied out, all but the first and the last term cancel: 1 - β1^t, not 1. Dividing by that, the
+# bias correction, makes m a proper mean, and likewise v.
 #
 #     mhat_t = m_t / (1 - β1^t)                                                          (50.3)
 #     vhat_t = v_t / (1 - β2^t)                                                          (50.4)
 #     u_t = mhat_t / (√vhat_t + ε)                                                       (50.5)
 #
-# ε, 1e-8, keeps a number whose gradient was 0 in each step from a division 0/0. Where √vhat is not
-# far above ε, it shortens the step.
+# ε, 1e-8, keeps a number whose gradient was 0 in each step from a division 0/0; where √vhat is not
+# far above it, the step is shorter. (The β and the ε of card 20 are other numbers.)
 #
 # The W in AdamW is weight decay: each step also shrinks the weights a little, λ says how much, so
 # that those which the data does not need fade away. What works against learning by heart is called
@@ -3333,7 +3326,8 @@ def demo_adamw():
     show("u", -params["bias"])
     e = example(50)
     AdamW(e.params).step(e.params, e.grads, lr=0.05)
-    print("the head_b of demo 45 after a first step with η = 0.05 and the d head_b of demo 46:")
+    print("the head_b of demo 45 after a first step with η = 0.05:")
+    show("d head_b", e.grads["head_b"])
     show("head_b", e.params["head_b"])
 
 if __name__ == "__main__": demo(demo_adamw)
@@ -3352,10 +3346,9 @@ if __name__ == "__main__": demo(demo_adamw)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
 #
 # k runs over the arrays, each under its name, its key; i over all entries of an array. One norm
-# serves all, clipping by global norm: clipping each array by itself would change the direction. The
-# squares are taken in float64, since in float32 the square of 1e20 is too large to be held and that
-# of 1e-23 too small. Where the norm is not finite, nothing is scaled; it is the caller's sign to
-# stop (see the training loop at the end of chapter 9).
+# serves all, clipping by global norm: clipping each array by itself would change the direction.
+# Where the norm is not finite, nothing is scaled; it is the caller's sign to stop (see the training
+# loop at the end of chapter 9). In code `np.vdot(g, g)` is the sum of the squares of g.
 #
 # Shapes: values change, shapes do not.
 
@@ -3364,7 +3357,7 @@ def clip_grad_norm(grads, max_norm):
     """The norm of all gradients before clipping; scales them in place (card 51)."""
     if not max_norm > 0:
         raise BadInput(f"the largest norm must be above 0, got {max_norm}")
-    norm = math.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in grads.values()))  # (51.1)
+    norm = math.sqrt(sum(np.vdot(g, g) for g in grads.values()))            #         (51.1)
     if max_norm < norm < math.inf:
         for g in grads.values():
             g *= max_norm / norm                                            #         (51.2)
@@ -3372,15 +3365,15 @@ def clip_grad_norm(grads, max_norm):
 
 
 def demo_clipping():
-    print("a = s (2, -3), b = s (6), in float32")
-    for s, c in ((1.0, 3.5), (1.0, 8.0), (1e20, 3.5), (math.inf, 3.5)):
-        a, b = np.array([2 * s, -3 * s], np.float32), np.array([[6 * s]], np.float32)
-        norm = clip_grad_norm({"a": a, "b": b}, c)
-        print(f"s = {s:5g}  c = {c}  norm {norm:5g}  a {a[0]:8.4f}{a[1]:8.4f}  b {b[0, 0]:8.4f}")
-    grads = {name: example(51).grads[name] for name in ("head_b", "lnf_g")}
-    print(f"d head_b and d lnf_g of demo 46: norm {clip_grad_norm(grads, 0.2):.4f}; with c = 0.2")
-    for name, g in grads.items():
-        show(f"d {name}", g)
+    for b, c in ((6.0, 3.5), (6.0, 7.0), (6.0, 8.0), (math.inf, 8.0)):
+        grads = {"a": np.array([2.0, -3.0]), "b": np.array([[b]])}
+        norm = clip_grad_norm(grads, c)
+        print(f"a = 2 -3, b = {b}, c = {c}: norm √(2² + 3² + b²) = {norm:.4f}, then")
+        show("a and b", [*grads["a"], *grads["b"][0]])
+    grads = {name: example(51).grads[name] for name in ("head_b", "block0.wq")}
+    print(f"d head_b, d b0 wq of demo 46: norm {clip_grad_norm(grads, 0.2):.4f}, c = 0.2, then")
+    show("d head_b", grads["head_b"])
+    show("d b0 wq", grads["block0.wq"])
 
 if __name__ == "__main__": demo(demo_clipping)
 
@@ -3397,8 +3390,8 @@ if __name__ == "__main__": demo(demo_clipping)
 #     frac = (t - t_warm) / (t_total - t_warm),  t > t_warm                              (52.2)
 #     η(t) = ηmin + (1/2)(ηmax - ηmin)(1 + cos(π frac)),  t_warm < t ≤ t_total           (52.3)
 #
-# Both pieces give ηmax at t = t_warm. The first of all steps has ηmax / t_warm, so none is wasted
-# at rate 0. The cosine would rise again after t_total; there the rate stays at ηmin.
+# Both pieces give ηmax at t = t_warm. The first step of a warm-up has ηmax / t_warm, so none is
+# wasted at rate 0. The cosine would rise again after t_total; there the rate stays at ηmin.
 #
 # Shapes: numbers.
 
@@ -3451,11 +3444,10 @@ if __name__ == "__main__": demo(demo_schedule)
 #     loss = (1/B) ∑_i loss(i),  i = 1, ..., B                                         † (53.4)
 #     gbar_k = (1/B) ∑_i g(i)_k,  i = 1, ..., B                                        † (53.5)
 #
-# g(i)_k is the gradient of window i for the array with key k. `loss_and_grads` gives the means of a
-# whole batch at once, which is faster. But a batch may be too large for the memory. Then it is
-# worked on in parts (gradient accumulation), and the means of a part count as many times as it has
-# windows. Parts of one window each are 53.2 and 53.3 to the letter. `np.array_split` cuts an array
-# into so many parts, as equal as can be.
+# g(i)_k is the gradient of window i for the array with key k. `loss_and_grads` takes a whole batch
+# and gives its means at once. A batch that is too large for the memory is worked on in parts, as
+# equal as `np.array_split` can make them (gradient accumulation). The means of a part get its share
+# of the batch, its number of windows divided by B: with parts of one window, 1/B.
 #
 # Shapes at the default sizes:
 #
@@ -3511,7 +3503,7 @@ def step_counts(windows, batch, epochs):
 
 def demo_step_counts():
     print("windows    B  epochs   windows / B   steps per epoch   total steps")
-    for windows, batch, epochs in ((5, 2, 3), (7, 3, 1), (3, 8, 5), (1000, 16, 10)):
+    for windows, batch, epochs in ((5, 2, 3), (3, 8, 5), (1000, 16, 10)):
         per_epoch, total = step_counts(windows, batch, epochs)
         print(f"{windows:7}{batch:5}{epochs:8}{windows / batch:14.2f}{per_epoch:18}{total:14}")
 
@@ -3527,9 +3519,8 @@ if __name__ == "__main__": demo(demo_step_counts)
 #
 #     val_loss = (1/M) ∑_j loss_j,  j = 1, ..., M                                        (55.1)
 #
-# M is the number of validation windows. All have the same length T, so this mean of means is also
-# the mean over all positions. It needs forward passes only, and they go window by window, which
-# takes little memory.
+# M is the number of validation windows. All have the same length, so this mean of means is also the
+# mean over all positions. Going window by window takes little memory.
 #
 # Shapes at the default sizes:
 #
@@ -3565,14 +3556,12 @@ if __name__ == "__main__": demo(demo_validation_loss)
 # ### The training loop
 #
 # A batch gives a loss and gradients. The gradients are clipped (card 51), the schedule says how
-# long the step is (card 52), the optimizer takes it (card 50). Then the next batch. When all
-# windows have been seen, the next epoch begins, in a new order. A loss or a norm that is not finite
-# means that training has diverged. Going on would spoil the parameters, so the loop stops before it
-# takes that step.
+# long the step is (card 52), the optimizer takes it (card 50). When all windows have been seen, the
+# next epoch begins, in a new order. A loss or a norm that is not finite means that training has
+# diverged. Going on would spoil the parameters, so the loop stops before it takes that step.
 #
 # The demo trains a model with two blocks for 20 steps, on a text of 15 words that comes three
-# times. Then the model goes on from `the`, as chapter 10 explains. `golden/training.txt` holds what
-# is printed.
+# times. Then the model goes on from `the`, as chapter 10 explains.
 
 # %%
 def epoch_after_epoch(x, y, batch, rng):
@@ -3644,13 +3633,13 @@ if __name__ == "__main__": demo(demo_training)
 # ### 56. Greedy guard
 #
 # The next card divides the logits by a temperature τ. The lower τ is, the more certain it is that
-# the likeliest token wins. At 0 the division would fail, but what is meant is clear: take the
-# largest logit. This is called greedy decoding.
+# the likeliest token wins. At 0 the division would fail, and the largest logit is taken.
 #
 #     τ < 1e-6  ⇒  next = argmax_i logits_i                                              (56.1)
 #
-# Among equal logits the lowest id wins. The bound 1e-6 is as good as any other small number: such a
-# temperature would leave nothing but the largest logit and those within some millionths.
+# This is called greedy decoding. Among equal logits the lowest id wins. The bound 1e-6 is as good
+# as any other small number: a temperature so low would leave nothing but the largest logit and
+# those within some millionths.
 #
 # Shapes:  logits (V,) gives a whole number.
 
@@ -3665,8 +3654,10 @@ def demo_greedy():
         print(f"logits {logits}: next = {greedy(np.array(logits))}")
     e = example(56)
     best = greedy(e.logits[-1])
-    print(f"the last row of the logits of demo 45: next = {best}, the token "
-          f"{e.tokenizer.itos[best]!r}; the text has {e.tokenizer.itos[e.y[-1]]!r}")
+    print("the running example, the last row of the logits of demo 45:")
+    show("logits", e.logits[-1])
+    print(f"next = {best}, the token {e.tokenizer.itos[best]!r}; "
+          f"the text has {e.tokenizer.itos[e.y[-1]]!r}")
 
 if __name__ == "__main__": demo(demo_greedy)
 
@@ -3680,10 +3671,9 @@ if __name__ == "__main__": demo(demo_greedy)
 #     p = softmax(logits / τ)                                                            (57.1)
 #
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
-# shrink, and τ = 1 leaves the model's own probabilities. In other words, each probability is raised
-# to the power 1/τ, and then all are scaled to sum to 1: with z for the logits, p_i is exp(z_i) / S,
-# where S = ∑_k exp(z_k), its power is exp(z_i/τ) / S^(1/τ), and the common divisor cancels in the
-# scaling.
+# shrink, and τ = 1 leaves the model's own probabilities. Since exp(z/τ) is exp(z) to the power 1/τ,
+# and common divisors cancel, each probability is raised to the power 1/τ, and then all are scaled
+# to sum to 1.
 #
 # Shapes:  logits (V,) give p (V,).
 
@@ -3705,8 +3695,8 @@ if __name__ == "__main__": demo(demo_temperature)
 # %% [markdown]
 # ### 58. Top-k
 #
-# A vocabulary has many tokens that make no sense at a given place. Each is unlikely, but there are
-# hundreds, and now and then one is drawn. Top-k keeps only the k likeliest and sets the rest to 0.
+# Many tokens make no sense at a given place. Each is unlikely, but there are hundreds, and now and
+# then one is drawn. Top-k keeps only the k likeliest and sets the rest to 0.
 #
 #     c = top_k-th largest value of p, counting repeats                                  (58.1)
 #     p'_i = p_i if p_i ≥ c else 0                                                       (58.2)
@@ -3751,14 +3741,13 @@ if __name__ == "__main__": demo(demo_top_k)
 #     last = min {j : C_j ≥ top_p},  keep order[0], ..., order[last]                     (59.3)
 #     q_i = p_i / (p[order[0]] + ... + p[order[last]]) for kept i,  q_i = 0 otherwise    (59.4)
 #
-# p is what top-k has left. The token that takes the total to the threshold is kept, so one always
-# stays. The sort is stable, which means that equal entries keep their order: among equal
-# probabilities the lower id ranks first, and unlike top-k, top-p may part a tie. A computer adds
-# 0.7 and 0.2 to a hair less than 0.9, so a total counts as reaching the threshold from a trillionth
-# below. A threshold of 1 keeps all.
+# The token that takes the total to the threshold is kept, so one always stays. The sort is stable:
+# equal entries keep their order, the lower id ranks first, and unlike top-k, top-p may part a tie.
+# A computer adds 0.7 and 0.2 to a hair less than 0.9, so a total counts as reaching the threshold
+# from a trillionth below. A threshold of 1 keeps all.
 #
-# `np.argsort` gives the places from which sorted numbers come, `np.cumsum` the running totals. They
-# grow, so the number of totals below the threshold is the index of the first that reaches it.
+# `np.argsort` gives the ids in sorted order, `np.cumsum` running totals. The totals grow, so the
+# number of those below the threshold is the index of the first that reaches it.
 #
 # Shapes:  p (V,) gives q (V,).
 
@@ -3784,7 +3773,7 @@ def demo_top_p():
     show("p", p)
     show("order", order)
     show("C", np.cumsum(p[order]))
-    for top_p in (0.49, 0.5, 0.51, 0.75, 0.76, 1.0):
+    for top_p in (0.5, 0.51, 0.76, 1.0):
         show(f"top_p {top_p}", keep_top_p(p, top_p))
     print("0.76 needs a third token; of the two equal ones the lower id comes first")
     kept = keep_top_p(np.full(20, 0.05), 0.4).nonzero()[0].tolist()
@@ -3795,16 +3784,15 @@ if __name__ == "__main__": demo(demo_top_p)
 # %% [markdown]
 # ### 60. Random choice
 #
-# What is left is a fair draw: token i with probability p_i, after temperature, top-k and top-p, in
-# this order.
+# What is left is a draw: token i with probability p_i, after temperature, top-k and top-p, in this
+# order.
 #
 #     P(next = i) = p_i                                                                  (60.1)
 #
 # Lay the probabilities side by side as pieces of a line of length 1, and let a random number r
 # between 0 and 1 point at it. Piece i is hit with probability p_i. The piece that r hits is the
-# first whose running total exceeds r; its index is the number of totals that do not. Since rounding
-# may make the last total slightly less than 1, r is scaled by it. The generator is passed in, so a
-# seed fixes the text.
+# first whose running total exceeds r; its index is the number of totals that do not. Rounding may
+# make the last total slightly less than 1, so r is scaled by it.
 #
 #     p       0.2    0            0.5                 0.3
 #     0 ─────────┬───────────────────────────┬──────────────── 1
@@ -3874,9 +3862,8 @@ if __name__ == "__main__": demo(demo_random_choice)
 # past it were never trained (see 27.3). T in 61.2 is the length of x, less than the context while
 # the text is short. The list of the caller is not changed.
 #
-# With a context of 3, the window slides over the text as it grows. From the fourth token on, each
-# token that is still read stands one place further left than in the step before, and gets another
-# position row:
+# With a context of 3, the window slides over the text as it grows, and each token that is still
+# read gets another position row:
 #
 #     s|he| s        reads s|he| s          draws e
 #     s|he| s|e      reads   he| s|e        draws e
@@ -3973,7 +3960,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   forms its own sums. And bk is right because its gradient is 0, by 38.14, and so is the mean of
 #   what adds up to 0.
 #
-# - **3b.** Golden files that change: 15. Only that demo hands large positive scores to
+# - **3b.** Golden files that change: 15, 57. Only these demos hand large positive scores to
 #   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Cards 17 and 57 take the maximum
 #   off themselves. The scores of attention in the other demos are small, and for them both forms
 #   agree in all digits shown. Such a fault sleeps until a model is trained long enough to have
@@ -4050,30 +4037,28 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **7b.** A float32 number has about 7 digits, so a loss of about 2 has an error near 1e-7. 47.1
 #   divides it by 2h = 2e-5, which makes an error near 0.005. That is several percent of a usual
-#   slope here, and the check allows 0.01 percent. Measuring again with a tenth of the step makes
-#   the error ten times as large. Besides, W + h itself is rounded. The measured slope is wrong, not
-#   the gradient.
+#   slope here, and the check allows 0.01 percent. The second step, a tenth of it, makes the error
+#   ten times as large. Besides, W + h itself is rounded. The measured slope is wrong, not the
+#   gradient.
 #
 # - **8a.** With the corrections mhat = g and vhat = g², so u is g/|g| and the number moves by 0.01,
 #   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to give the
 #   same step. For β2 = 0.999, √v = 0.0316 |g|: the first step is 3.16 times as long.
 #
-# - **8b.** Golden files that change: 18, 46, 49 to 51, 53. All gradients are too large by a factor,
-#   the number of positions. AdamW divides m by the root of v, where a common factor cancels, and
-#   the demo of card 61 does not clip; so its training looks healthy. But the norm of 51.1 is too
-#   large by that factor too, so a limit c that only the largest gradients should reach now cuts
-#   them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20 steps, and now
-#   in all. Only where c is so small that it cut every gradient before, clipping takes the factor
-#   away again. And a plain step against the gradient would be far too long. The gradient check
-#   tells at once.
+# - **8b.** Golden files that change: 18, 46, 49 to 51, 53. The gradients are too large by a factor,
+#   the number of positions that go through the model at once: B T, or less where a batch is worked
+#   on in parts, so in card 53 the parts no longer agree. AdamW divides m by the root of v, where a
+#   common factor cancels, and the demo of card 61 does not clip; so its training looks healthy. But
+#   the norm of 51.1 has that factor too, and a limit c that only the largest gradients should reach
+#   now cuts them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20
+#   steps, and now in all. The gradient check tells at once.
 #
 # - **9a.** (2.5440 + 4.1966)/2 = 3.3703 and (2.9195 + 2.9500 + 2.9260)/3 = 2.9318; their mean is
 #   3.1511, and the loss is 3.1072. The first two windows got 1/4 each, the other three 1/6 each,
-#   and all should get 1/5. So each part must divide by the size of the whole batch.
+#   and all should get 1/5. So each part must count by its share of the batch.
 #
 # - **9b.** ⌈1,000 / 16⌉ = 63 steps for each epoch, 189 in all. The last batch has 1,000 - 62 · 16 =
-#   8 windows. Each of them has the weight 1/8 in its step, where the others have 1/16: twice as
-#   much.
+#   8 windows. Each weighs 1/8 in its step, where the others weigh 1/16: twice as much.
 #
 # - **10a.** Dividing logits by τ raises each probability to the power 1/τ, and then all are scaled
 #   to the sum 1. At 2: roots 0.8, 0.4, 0.4, 0.2, sum 1.8, which makes 0.4444, 0.2222, 0.2222,
@@ -4090,43 +4075,38 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # %% [markdown]
 # ## Terms and sources
 #
-# The field's words, and the cards that explain them: activation function 13; Adam, AdamW 50;
-# attention 28 to 37; backpropagation, chapter 3; bias correction 50; BPE, byte pair encoding,
-# chapter 1; broadcasting 11; causal mask 33; clipping by global norm 51; cosine decay 52;
-# cross-entropy 17; dropout, left out; embedding, chapter 4; epoch 9; exponential moving average 50;
-# feed-forward network, MLP 39; GELU, exercise 3c; gradient accumulation 53; gradient check 47 to
-# 49; greedy decoding 56; head 29, LM head 45; hidden unit 13; Jacobian 16; key, query, value 28;
-# LayerNorm 20; learning rate 50; logit 17; loss 17; maximum likelihood 17; mini-batch 53; moments
-# 50; nucleus sampling 59; overfitting 55; perplexity 19; position embedding 25; pre-LN 41;
-# regularisation 50; ReLU 13; residual stream 41; scaled dot-product attention 32; SGD, stochastic
-# gradient descent 50; softmax 15; stride 7; sublayer 41; temperature 57; token 1; top-k 58;
-# vanishing gradient 42; vocabulary 4; warm-up 52; weight decay 50; weight tying 45; Xavier
-# initialisation 23.
+# The field's words, and the cards that explain them, where the title of a card does not say it:
+# activation function 13; Adam 50; attention 28 to 37; backpropagation, chapter 3; bias correction
+# 50; BPE, byte pair encoding, chapter 1; broadcasting 11; clipping by global norm 51; cosine decay
+# 52; dropout, left out; epoch 9; exponential moving average 50; feed-forward network, MLP 39; GELU,
+# exercise 3c; gradient accumulation 53; greedy decoding 56; LM head 45; hidden unit 13; Jacobian
+# 16; key, query, value 28; learning rate 50; logit, loss, maximum likelihood 17; moments 50;
+# nucleus sampling 59; overfitting 55; pre-LN 41; regularisation 50; residual stream, sublayer 41;
+# SGD, stochastic gradient descent 50; stride 7; token 1; vanishing gradient 42; warm-up 52; weight
+# decay 50; weight tying 45.
 #
 # Where the ideas come from:
 #
-# - Byte pair encoding: P. Gage, 1994, A new algorithm for data compression; for words, R. Sennrich,
-#   B. Haddow and A. Birch, 2016, Neural machine translation of rare words with subword units.
-# - Backpropagation: D. Rumelhart, G. Hinton and R. Williams, 1986, Learning representations by
-#   back-propagating errors.
-# - Xavier initialisation: X. Glorot and Y. Bengio, 2010, Understanding the difficulty of training
-#   deep feedforward neural networks.
-# - Residual connections: K. He, X. Zhang, S. Ren and J. Sun, 2016, Deep residual learning for image
-#   recognition.
-# - Layer normalisation: J. Ba, J. Kiros and G. Hinton, 2016, Layer normalization.
-# - Attention and the transformer: A. Vaswani and others, 2017, Attention is all you need.
-# - GPT: A. Radford and others, 2018, Improving language understanding by generative pre-training;
+# - Byte pair encoding: Gage, 1994, A new algorithm for data compression; for words, Sennrich and
+#   others, 2016, Neural machine translation of rare words with subword units.
+# - Backpropagation: Rumelhart and others, 1986, Learning representations by back-propagating
+#   errors.
+# - Xavier initialisation: Glorot and Bengio, 2010, Understanding the difficulty of training deep
+#   feedforward neural networks.
+# - Residual connections: He and others, 2016, Deep residual learning for image recognition.
+# - Layer normalisation: Ba and others, 2016, Layer normalization.
+# - Attention and the transformer: Vaswani and others, 2017, Attention is all you need.
+# - GPT: Radford and others, 2018, Improving language understanding by generative pre-training;
 #   2019, Language models are unsupervised multitask learners (GPT-2).
-# - Pre-LN: R. Xiong and others, 2020, On layer normalization in the transformer architecture.
-# - Adam: D. Kingma and J. Ba, 2015, Adam: a method for stochastic optimization. Decoupled decay:
-#   I. Loshchilov and F. Hutter, 2019, Decoupled weight decay regularization.
-# - Clipping: R. Pascanu, T. Mikolov and Y. Bengio, 2013, On the difficulty of training recurrent
-#   neural networks.
-# - Cosine decay: I. Loshchilov and F. Hutter, 2017, SGDR: stochastic gradient descent with warm
-#   restarts. Warm-up: P. Goyal and others, 2017, Accurate, large minibatch SGD.
-# - Top-k: A. Fan, M. Lewis and Y. Dauphin, 2018, Hierarchical neural story generation.
-# - Nucleus sampling: A. Holtzman and others, 2020, The curious case of neural text degeneration.
-# - GELU: D. Hendrycks and K. Gimpel, 2016, Gaussian error linear units.
+# - Pre-LN: Xiong and others, 2020, On layer normalization in the transformer architecture.
+# - GELU: Hendrycks and Gimpel, 2016, Gaussian error linear units.
+# - Adam: Kingma and Ba, 2015, Adam: a method for stochastic optimization. Weight decay beside it:
+#   Loshchilov and Hutter, 2019, Decoupled weight decay regularization.
+# - Clipping: Pascanu and others, 2013, On the difficulty of training recurrent neural networks.
+# - Cosine decay: Loshchilov and Hutter, 2017, SGDR: stochastic gradient descent with warm restarts.
+#   Warm-up: Goyal and others, 2017, Accurate, large minibatch SGD.
+# - Top-k: Fan and others, 2018, Hierarchical neural story generation.
+# - Nucleus sampling: Holtzman and others, 2020, The curious case of neural text degeneration.
 
 # %% [markdown]
 # ## The program
@@ -4135,10 +4115,10 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # model, the command line. It has no equations.
 
 # %%
-import argparse, codecs, contextlib, ctypes, difflib, hashlib, html, io, json, keyword, os, shlex
-import shutil, signal, threading, time, timeit, traceback
+import argparse, contextlib, ctypes, difflib, hashlib, html, io, json, keyword, os, shlex
+import shutil, signal, textwrap, threading, time, timeit, traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field, replace
+from dataclasses import make_dataclass, replace
 from itertools import islice, repeat
 from pathlib import Path
 
@@ -4146,26 +4126,21 @@ THIS = Path(globals().get("__file__", "tinygpt.py")).resolve()      # a notebook
 
 
 def plain_lines(text):
-    """Line ends of all systems read as a line feed."""
-    return io.StringIO(text, newline=None).read()
+    """Line ends of all systems as a line feed."""
+    return re.sub("\r\n?", "\n", text)
 
 
 def read_text(path):
-    """The text of a UTF-8 file, without a byte order mark; ValueError where it is none."""
+    """The text of a UTF-8 file, without a byte order mark; BadInput where it is none."""
     try:
-        data = Path(path).read_bytes()
-        text = plain_lines(data.decode("utf-8-sig"))
+        text = plain_lines(Path(path).read_bytes().decode().removeprefix("\ufeff"))
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+        raise BadInput(f"cannot read {path}: {error.strerror}; name a text with --text") from None
     except UnicodeDecodeError as error:
-        at = len(data) - len(error.object) + error.start        # its object has no mark
-        raise BadInput(f"{path} is not UTF-8: byte 0x{data[at]:02X} at offset {at}; "
-                       f"save it as UTF-8 text") from None
-    if not text:
-        raise BadInput(f"{path} is empty: training needs a text")
-    if (nul := text.count("\0")) > len(text) / 4:
-        raise BadInput(f"{path} is not UTF-8 but looks like UTF-16: {nul:,} of {len(text):,} "
-                       f"characters are NUL; save it as UTF-8 text")
+        raise BadInput(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset "
+                       f"{error.start}; save it as UTF-8 text") from None
+    if not text or "\0" in text:
+        raise BadInput(f"{path} is empty or holds NUL: training needs a text, saved as UTF-8")
     return text
 
 
@@ -4374,14 +4349,12 @@ def equation(lines, at, roomy=True):
             r" \quad ".join(typeset(tree, True) for tree in trees))
 
 
-# the parts of a text cell, and of code; what a drawing's lines are called
+# the parts of a text cell, and of code
 PARTS = re.compile(r"(?P<heading>#+ .*)\n|(?P<item>- .*\n(?:(?:  .*)?\n)*)|(?P<apart>(?:    .*\n)+)"
                    r"|(?P<prose>(?:.+\n)+)")
 CODE = re.compile(
     r"(?P<s>f?(?:\"\"\"[^\0]*?\"\"\"|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'))|(?P<c>#.*)"
     rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)|(?P<f>(?<=def |ass )\w+)|(?P<n>\b\d[\d.e-]*\b)")
-STROKES = str.maketrans({"─": " ", "┬": " fork ", "├": " from the fork ", "└": " from the fork ",
-                         "┐": " to the join ", "┘": " to the join ", "┴": " join "})
 
 
 class Page:
@@ -4497,9 +4470,10 @@ class Page:
         elif any(TAGGED.fullmatch(f"#     {x}") for x in lines) or all("=" in x for x in lines):
             return self.equations(lines, at)
         elif not re.fullmatch(r"[a-z]+(?: {2,}[a-z ]+)+", lines[0]):
-            label = html.escape(" ".join("; ".join(lines).translate(STROKES).split()))
-            image = f' role="img" aria-label="{label}"' * ("─" in "".join(lines))
-            return f"<pre{image}>" + html.escape("\n".join(lines)) + "</pre>"
+            text = html.escape("\n".join(lines))
+            label = re.sub(r"[\s─-╿]+", " ", text)          # a drawing without its strokes
+            image = f' role="img" aria-label="{label}"' * ("─" in text)
+            return f"<pre{image}>{text}</pre>"
         head = "".join(f'<th scope="col">{cell}</th>' for cell in rows[0])
         rows = ["".join(f"<td>{self.inline(cell)}</td>" for cell in row) for row in rows[1:]]
         return f"<table><tr>{head}</tr><tr>{'</tr><tr>'.join(rows)}</tr></table>"
@@ -4512,8 +4486,7 @@ class Page:
             group.append(tag[1] if tag else line)
             if tag or not any(tags) and (lines + ["."])[i + 1][0] not in " =":
                 mathml, tex = equation(group, at + i)
-                signs = re.sub(r"\\(?!quad|math|oper|text|frac|left|right|hat)\w+", "x", tex)
-                width = max(len(re.sub(r"\\\w+|[\\,{}_^ ]", "", x)) for x in signs.split(r"\quad"))
+                width = max(len(re.sub("[_^ ]", "", x)) for x in re.split("  +", " ".join(group)))
                 name, number = "", ""
                 if tag:
                     name, to = f' id="eq-{tag[3]}"', "code" if tag[3] in self.places else "eq"
@@ -4601,71 +4574,42 @@ def run_book(options):
     """Write the book as one page for a browser."""
     Path(options.out).write_text(Page().whole(), encoding="utf-8")
     tell(f"the book as a page is in {options.out}: open it in a browser")
-    return 0
 
 
 # %% [markdown]
 # ### Checkpoints
 #
-# A checkpoint holds all that is needed to write, and to go on training as if nothing had happened.
-# Arrays go into one .npz file, the rest beside them as JSON text. It is written to a temporary file
-# in the same folder, which then takes the place of the old one in one move. So whatever happens, a
-# whole file stands there.
+# A checkpoint holds all that is needed to write, and to go on training as if nothing had happened:
+# arrays, and the rest as JSON text, in one .npz file. It is written to a temporary file in the same
+# folder, loaded again to see that it can be, and moved into the place of the old one. So whatever
+# happens, a whole file stands there. `m` and `v` are the running means of the optimizer,
+# `batch_rng` the state of the generator of batches when the epoch began, `code` a checksum of the
+# code that made it.
 
 # %%
 FORMAT = "tinygpt 1"
-
-
-@dataclass
-class Checkpoint:
-    """A model and the state of its training."""
-    params: dict
-    config: ModelConfig
-    tokenizer: Tokenizer
-    settings: dict = field(default_factory=dict)    # the options of its training
-    step: int = 0
-    m: dict = field(default_factory=dict)           # running means of the optimizer, by name
-    v: dict = field(default_factory=dict)
-    batch_rng: dict = field(default_factory=dict)   # generator state at the start of the epoch
-    val_loss: float | None = None
-    code: str = ""                                  # the checksum of the code that made it
-
-
-def check_arrays(checkpoint):
-    """ValueError unless all arrays are those of the configured model, all numbers finite."""
-    shapes = param_shapes(checkpoint.config)
-    for kind in ("params", "m", "v") if checkpoint.step else ("params",):
-        arrays = getattr(checkpoint, kind)
-        lacks, extra = shapes.keys() - arrays.keys(), arrays.keys() - shapes.keys()
-        if lacks or extra:
-            raise BadInput(f"it holds another model than this file describes: lacking are "
-                           f"{sorted(lacks)}, unknown are {sorted(extra)}")
-        for name, W in arrays.items():
-            if W.shape != shapes[name] or W.dtype.kind != "f" or not np.isfinite(W).all():
-                raise BadInput(f"{kind}/{name} should be finite numbers of shape {shapes[name]}, "
-                               f"it is {W.dtype} {W.shape}")
+Checkpoint = make_dataclass("Checkpoint", "params config tokenizer settings step m v batch_rng "
+                            "val_loss code".split())
 
 
 def save_checkpoint(path, checkpoint):
-    """Write a checkpoint to path, exactly that name, in one move; OSError where that fails.
+    """Write a checkpoint to path, exactly that name, in one move.
 
-    ValueError for one that load_checkpoint would refuse.
+    OSError where that fails, BadInput for one that load_checkpoint would refuse.
     """
-    check_arrays(checkpoint)
     path = Path(os.path.realpath(path))             # where path is a link, the file it leads to
-    about = {"format": FORMAT, "config": asdict(checkpoint.config),
-             "itos": checkpoint.tokenizer.itos, "merges": checkpoint.tokenizer.merges}
-    about |= {key: getattr(checkpoint, key)
-              for key in ("settings", "step", "batch_rng", "val_loss", "code")}
+    about = vars(checkpoint) | {"format": FORMAT, "config": asdict(checkpoint.config)}
+    tokenizer = about.pop("tokenizer")
+    about |= {"itos": tokenizer.itos, "merges": tokenizer.merges}
     arrays = {f"{kind}/{name}": W for kind in ("params", "m", "v")
-              for name, W in getattr(checkpoint, kind).items()}
+              for name, W in about.pop(kind).items()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
             file.flush()
             os.fsync(file.fileno())
-        load_checkpoint(temporary)                  # what is saved can be loaded
+        load_checkpoint(temporary)
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -4675,145 +4619,60 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path):
-    """The checkpoint at path; ValueError in one line where it is missing, foreign or damaged."""
+    """The checkpoint at path; BadInput in one line where it is missing, foreign or damaged."""
+    if not os.path.exists(path):
+        raise BadInput(f"there is no model at {path}: train one first, with "
+                       f"'python tinygpt.py train --out {shlex.quote(f'{path}')}'")
     try:
-        if os.path.lexists(path) and not Path(path).is_file():
-            raise BadInput("it is no file")         # a pipe would be waited for, for ever
+        if not os.path.isfile(path):                # from a pipe one would read for ever
+            raise BadInput("it is no file")
         with np.load(path, allow_pickle=False) as archive:
             about = json.loads(archive["about"].tobytes())
-            if about["format"] != FORMAT or about["config"]["layers"] > len(archive.files):
-                raise BadInput(f"its format is {about['format']}, or it lacks layers")
-            arrays = {kind: {name.removeprefix(f"{kind}/"): archive[name] for name in archive.files
-                             if name.startswith(f"{kind}/")} for kind in ("params", "m", "v")}
-        config, itos = ModelConfig(**about["config"]), about["itos"]
-        merges = [(a, b) for a, b in about["merges"]]
-        if not all(isinstance(text, str) for row in (itos, *merges) for text in row) \
-                or not len(itos) == len(set(itos)) == config.vocab_size or itos[0] != UNK:
+            if about.pop("format") != FORMAT or about["config"]["layers"] > len(archive.files):
+                raise BadInput(f"its format is not {FORMAT!r}, or it lacks layers")
+            for kind in ("params", "m", "v"):
+                about[kind] = {name.removeprefix(f"{kind}/"): archive[name]
+                               for name in archive.files if name.startswith(f"{kind}/")}
+        about["config"] = config = ModelConfig(**about["config"])
+        itos, merges = about.pop("itos"), [(a, b) for a, b in about.pop("merges")]
+        about["tokenizer"] = Tokenizer(itos, merges)
+        if not len(itos) == len(set(itos)) == config.vocab_size or itos[0] != UNK \
+                or {type(text) for row in (itos, *merges) for text in row} != {str}:
             raise BadInput("its vocabulary does not fit its configuration")
-        if about["step"]:
+        about["settings"] |= {key: OPTIONS[key].check(f"{value}") for key, value in
+                              about["settings"].items() if key in OPTIONS and value is not None}
+        if count(f"{about['step']}"):
             np.random.PCG64().state = about["batch_rng"]
-        settings = {key: value if value is None or key not in OPTIONS
-                    else OPTIONS[key].check(f"{value}") for key, value in about["settings"].items()}
-        checkpoint = Checkpoint(**arrays, config=config, tokenizer=Tokenizer(itos, merges),
-                                settings=settings, step=count(f"{about['step']}"),
-                                batch_rng=about["batch_rng"], val_loss=about["val_loss"],
-                                code=about.get("code", ""))
-        check_arrays(checkpoint)
-    except FileNotFoundError:
-        raise BadInput(f"there is no model at {path}: train one first, with "
-                       f"'python tinygpt.py train --out {shlex.quote(f'{path}')}'") from None
-    except MemoryError:
-        raise
+        shapes = param_shapes(config)
+        for kind in ("params", "m", "v")[:3 if about["step"] else 1]:
+            if odd := shapes.keys() ^ about[kind].keys():
+                raise BadInput(f"{sorted(odd)} are arrays of it, or of this file's model, not both")
+            for name, W in about[kind].items():
+                if W.shape != shapes[name] or W.dtype.kind != "f" or not np.isfinite(W).all():
+                    raise BadInput(f"{kind}/{name} should be finite numbers of shape "
+                                   f"{shapes[name]}, it is {W.dtype} {W.shape}")
+        checkpoint = Checkpoint(**about)
     except Exception as error:                      # the file may be anything
         ours = isinstance(error, (BadInput, argparse.ArgumentTypeError))
         reason = error if ours else getattr(error, "strerror", None) or \
             "it is no archive of plain arrays, or part of it is lost"
-        raise BadInput(f"{path} is not a tinygpt checkpoint: {reason}; train a new one") from None
-    return checkpoint
-
-
-def load_to_use(path):
-    """load_checkpoint, and a line on stderr where the model was made by other code."""
-    checkpoint = load_checkpoint(path)
+        raise BadInput(f"{path} is not a tinygpt checkpoint: {reason}; choose another name, or "
+                       f"train a new one") from None
     if "" != checkpoint.code != code_checksum() != "":
         tell(f"note: {path} was made by other code than this file has now")
     return checkpoint
 
 
 # %% [markdown]
-# ### Options
+# ### Training
 #
-# Numbers are checked when the command line is read, before any file is; those of a checkpoint too.
+# Around the loop of chapter 9: from time to time it measures, writes a sample and saves. The random
+# generators for starting values, batches and samples are separate, so measuring or sampling more
+# often changes nothing else. There is one rule for stopping: the first Ctrl-C (or SIGTERM, SIGHUP)
+# ends the training after the present step and saves; the second ends the program at once. Results
+# go to stdout, reports to stderr.
 
 # %%
-def checked(kind, meaning, fits):
-    """A check for argparse: text to a value of that kind that fits; meaning says in words what."""
-    def check(text):
-        with contextlib.suppress(ValueError):
-            if fits(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"must be {meaning}, got {text!r}")
-
-    return check
-
-
-count = checked(int, "a whole number from 0 up", lambda n: 0 <= n <= 10 ** 12)
-whole = checked(int, "a whole number from 1 up", lambda n: 1 <= n <= 10 ** 12)
-amount = checked(float, "a number from 0 up", lambda x: 0 <= x < math.inf)
-below_1 = checked(float, "a number from 0 to below 1", lambda x: 0 <= x < 1)
-share = checked(float, "a number above 0 and up to 1", lambda x: 0 < x <= 1)
-file_name = checked(lambda text: "./" * text.startswith("-") + text, "the name of a file", bool)
-OPTIONS = {key: SimpleNamespace(fixed=fixed, default=default, check=check, help=help)
-           for key, fixed, default, check, help in (
-    # fixed: what a checkpoint fixes; the rest may change when training goes on
-    ("merges", True, 1700, count, "merges the tokenizer may learn; 0: plain characters"),
-    ("context", True, 16, whole, "tokens in a window, T"),
-    ("max_context", True, 32, whole, "rows of the position table, Tmax"),
-    ("width", True, 32, whole, "numbers that describe a token, d"),
-    ("heads", True, 2, whole, "attention heads, H; they share the width"),
-    ("hidden", True, 128, whole, "width of the feed-forward layer, F"),
-    ("layers", True, 2, whole, "blocks, L"),
-    ("batch", True, 16, whole, "windows in a step, B"),
-    ("stride", True, None, whole, "tokens from a window's start to the next; default context / 4"),
-    ("val_fraction", True, 0.1, below_1, "share of the text held out for validation; 0: none"),
-    ("seed", True, 0, count, "seed of starting values, batches and samples"),
-    ("epochs", False, 0, count, "passes over the text; 0: --steps says it"),
-    ("steps", False, 5000, count, "steps in all; with --epochs: stop there"),
-    ("lr", False, None, amount, "largest learning rate; default 0.384 / width"),
-    ("lr_min", False, None, amount, "learning rate at the end; default lr / 40"),
-    ("warmup", False, None, count, "steps until the largest rate; default a tenth of them"),
-    ("beta1", False, 0.9, below_1, "AdamW: share kept of the mean gradient"),
-    ("beta2", False, 0.99, below_1, "AdamW: share kept of the mean square"),
-    ("weight_decay", False, 0.1, amount, "AdamW: pull of matrices towards 0"),
-    ("clip", False, 1.0, amount, "largest norm of the gradients; 0: off"),
-    ("eval_every", False, 500, count, "steps between validations; 0: only at the end"))}
-
-
-def resolve(options, kept):
-    """Settings, as a checkpoint keeps them: given options, else kept ones, else defaults; and the
-    same with the values filled in that follow from others."""
-    given = {key: getattr(options, key) for key in OPTIONS if getattr(options, key) is not None}
-    for key in given:
-        if OPTIONS[key].fixed and given[key] != kept.get(key, given[key]):
-            raise BadInput(f"--{key.replace('_', '-')} {given[key]} does not fit the checkpoint "
-                           f"{options.out}, which has {kept[key]}: leave the option out, or train "
-                           f"without --resume")
-    settings = {key: option.default for key, option in OPTIONS.items()} | kept | given
-    if given.get("epochs") and "steps" not in given:
-        settings["steps"] = 0                       # a plan that is given lifts another one
-    s = SimpleNamespace(**settings)
-    s.stride = s.stride or max(1, s.context // 4)
-    s.lr = 0.384 / s.width if s.lr is None else s.lr                # larger models, smaller steps
-    s.lr_min = s.lr / 40 if s.lr_min is None else s.lr_min          # lr / 10: 0.02 bits worse
-    if s.lr_min > s.lr:
-        raise BadInput(f"--lr-min {s.lr_min} is larger than --lr {s.lr}: make it smaller")
-    return settings, s
-
-
-# %% [markdown]
-# ### Printing
-#
-# Results go to stdout, reports to stderr. A console that lacks a character gets a stand-in: the
-# name of a Greek letter, a sign for a bar.
-
-# %%
-STAND_INS = dict(zip("█▇▆▅▄▃▂▁▓▒░·¶√⊙∂∑∞≤≥→⇒ᵀ²³�", "# * + = : - . _ % + . . | sqrt * d sum inf "
-                     "<= >= -> => ^T ^2 ^3 ?".split()))
-
-
-def stand_ins(error):
-    """For codecs: what to write in place of characters that an encoding lacks."""
-    def one(char):
-        name = unicodedata.name(char, "").split()
-        return (STAND_INS.get(char) or (name[-1].lower() if name[:1] == ["GREEK"] else
-                                        char.encode("unicode_escape").decode("ascii")))
-
-    return "".join(map(one, error.object[error.start:error.end])), error.end
-
-
-codecs.register_error("stand-ins", stand_ins)
-
-
 def to_nowhere(stream):
     """From here on what is written to a stream that has failed is dropped, at the exit too."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: not a file of the system
@@ -4822,8 +4681,7 @@ def to_nowhere(stream):
 
 def escaped(text):
     """Control characters other than line end and tab written as escapes, for a terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else
-                   c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def tell(text, end="\n"):
@@ -4840,9 +4698,10 @@ def print_text(text, end="\n"):
 
 
 class Progress:
-    """Reports on stderr: one live line on a terminal, plain lines in a file."""
+    """Reports of a training on stderr: one live line on a terminal, plain lines in a file."""
 
-    def __init__(self):
+    def __init__(self, last, tokens, tokens_per_char):
+        self.last, self.tokens, self.tokens_per_char = last, tokens, tokens_per_char    # of a step
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self.start, self.shown, self.losses, self.val = time.monotonic(), 0, [], ""
 
@@ -4850,168 +4709,106 @@ class Progress:
         tell("\r\033[K" * self.live, end="")        # the live line goes
         tell(text)
 
-    def now(self, text):
-        """Show a live line in place of the one before, ten times a second at most."""
-        if self.live and time.monotonic() - self.shown > 0.1:
-            self.shown = time.monotonic()
-            tell("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="")
-
-    def sample(self, title, text):
-        self.line(f"--- {title}" + "".join(f"\n    {row}" for row in text.split("\n") if text))
-
-    @contextlib.contextmanager
-    def waiting(self, what):
-        """Say that work goes on that takes longer than a second."""
-        timer = threading.Timer(1, self.now if self.live else self.line, [what])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def step(self, t, last, loss, lr, tokens, measured, val, tokens_per_char):
+    def step(self, t, loss, lr, val, measured):
         """Report a step: as a line where something was measured, else as the live line."""
         self.losses.append(loss)
-        seconds, recent = time.monotonic() - self.start, self.losses[-100:]
+        now = time.monotonic()
         if val is not None:
-            self.val = (f"validation {val:.3f}  perplexity {perplexity(val):.1f}  "
-                        f"bits per character {val / math.log(2) * tokens_per_char:.3f}")
-        if measured or self.live and time.monotonic() - self.shown > 0.1:
-            (self.line if measured else self.now)("  ".join(filter(None, (
-                f"step {t:,} of {last:,}", f"loss {sum(recent) / len(recent):.3f}", self.val,
-                f"lr {lr:.5f}", f"{tokens * len(self.losses) / max(seconds, 1e-9):,.0f} tokens/s",
-                f"{(last - t) * seconds / len(self.losses):.0f} s left", self.picture(last)))))
+            self.val = (f"  validation {val:.3f}  perplexity {perplexity(val):.1f}  "
+                        f"bits per character {val / math.log(2) * self.tokens_per_char:.3f}")
+        if measured or self.live and now - self.shown > 0.1:        # ten times a second at most
+            rate, recent = len(self.losses) / max(now - self.start, 1e-9), self.losses[-100:]
+            text = (f"step {t:,} of {self.last:,}  loss {sum(recent) / len(recent):.3f}{self.val}  "
+                    f"lr {lr:.5f}  {self.tokens * rate:,.0f} tokens/s  "
+                    f"{(self.last - t) / rate:.0f} s left  {self.picture()}")
+            columns, self.shown = shutil.get_terminal_size().columns, now
+            self.line(text) if measured else tell("\r\033[K" + text[:columns - 1], end="")
 
-    def picture(self, last):
+    def picture(self):
         """The losses so far as a row of blocks, a block for each tenth of the training."""
-        size = -(-last // 10)
+        size = -(-self.last // 10)
         means = [np.mean(self.losses[i:i + size]) for i in range(0, len(self.losses), size)]
         low, high = min(means), max(means)
         return "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / (high - low or 1))] for mean in means)
 
 
-# %% [markdown]
-# ### Training
-#
-# Around the loop of chapter 9: from time to time it measures, writes a sample and saves. The random
-# generators for starting values, batches and samples are separate, so measuring or sampling more
-# often changes nothing else. There is one rule for stopping: the first Ctrl-C (or SIGTERM, SIGHUP)
-# ends the training after the present step and saves; the second ends the program at once.
-
-# %%
 @contextlib.contextmanager
 def stop_signals():
     """A list that gets the number of a signal to stop; the next signal has its usual effect."""
-    asked, before = [], {}
-
-    def ask(number, frame):
-        asked.append(number)
-        for other in before:
-            signal.signal(other, signal.SIG_DFL)
-
-    with contextlib.suppress(ValueError):           # not in the main thread
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)    # Windows has no SIGHUP, nohup ignores it
-            if number and signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, ask)
-    try:
-        yield asked
-    finally:
+    def as_before():
         for number, handler in before.items():
             signal.signal(number, handler)
 
+    def ask(number, frame):
+        asked.append(number)
+        as_before()
 
-def find_text(options, kept):
-    """Path and content of the text: the one of --text, or of the training so far, or the corpus.
-
-    A kept name is looked for beside the model, the program, and here, and its checksum decides.
-    """
-    name = Path(kept.get("text") or "corpus.txt").name
-    folders = [Path(os.path.realpath(options.out)).parent, THIS.parent, Path.cwd()]
-    folders = folders if kept else [THIS.parent]
-    paths = [options.text] if options.text else [f / name for f in folders if (f / name).is_file()]
-    if not paths:
-        raise BadInput(f"cannot find {name}, the text of the training so far, beside the model, "
-                       f"the program, or here: name it with --text")
-    texts = [(path, text, hashlib.sha256(text.encode()).hexdigest())
-             for path, text in ((path, read_text(path)) for path in paths)]
-    return max(texts, key=lambda item: item[2] == kept.get("text_sha256"))
-
-
-def models_at(name):
-    """{path: checkpoint} of what is at name and name.old; ValueError where that is no model."""
-    models, out = {}, Path(os.path.realpath(name))
-    for path, shown in ((out, name), (out.with_name(out.name + ".old"), f"{name}.old")):
-        try:
-            if os.path.lexists(path):
-                models[path] = load_checkpoint(path)
-        except BadInput as error:
-            raise BadInput(f"{shown} exists and is no model of this program: choose another --out, "
-                           f"or remove it ({error})") from None
-    return models
-
-
-def keep_old(out, models):
-    """Copy the model at out to out.old, unless that has more steps; what was done, in words."""
-    old = out.with_name(out.name + ".old")
-    if old in models and models[old].step > models[out].step:
-        return f"{old} has more steps than the model that was in {out}, and stays"
-    if old.is_symlink():                            # what it leads to is not ours
-        old.unlink()
-    save_checkpoint(old, models[out])
-    return f"the model that was in {out} is kept as {old}"
+    asked, before = [], {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):    # Windows has no SIGHUP, nohup ignores it
+        number = getattr(signal, name, None)
+        if threading.current_thread() is threading.main_thread() and number \
+                and signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        as_before()
 
 
 def train(options):
-    """Train as the options say, save to options.out.
+    """Learn from a text, save the model, write a sample.
 
-    The exit code: 0, 1 where training diverged, 128 and the signal's number where one stopped it.
+    Exit code 1 where training diverged, 128 and the signal's number where one stopped it.
     """
-    out, say = Path(os.path.realpath(options.out)), Progress()
-    ck = load_to_use(options.out) if options.resume else None
+    out, old = options.out, f"{options.out}.old"
+    for name in (out, options.log or ""):
+        if not Path(name).parent.is_dir():
+            raise BadInput(f"cannot write {name}: there is no such folder")
+    ck = load_checkpoint(out) if options.resume else None
+    there, older = (load_checkpoint(path) if os.path.lexists(path) and not ck else None
+                    for path in (out, old))
     kept = ck.settings if ck else {}
     settings, s = resolve(options, kept)
     config = ck.config if ck else ModelConfig(1, s.context, s.max_context, s.width, s.heads,
                                               s.hidden, s.layers)       # checks the sizes
-    for name, file in (("--out", options.out), ("--log", options.log or "log")):
-        if not Path(file).parent.is_dir() or Path(file).is_dir() or file.endswith(("/", os.sep)):
-            raise BadInput(f"cannot write {name} {file}: it must be the name of a file in a folder "
-                           f"that exists")
-    models = {} if options.resume else models_at(options.out)
-    path, text, checksum = find_text(options, kept)
-    if kept.get("text_sha256", checksum) != checksum:
-        say.line(f"note: {path} is not the text that {options.out} was trained on so far")
-    with say.waiting(f"learning {s.merges:,} merges from {len(text):,} characters"):
+    name = kept.get("text", "corpus.txt")           # beside the model, the program, or here
+    places = [Path(os.path.realpath(out)).parent, THIS.parent, Path.cwd()] if ck else [THIS.parent]
+    found = [options.text] if options.text else [*filter(Path.is_file, (f / name for f in places))]
+    checksum = lambda path: hashlib.sha256(read_text(path).encode()).hexdigest()
+    path = max(found or [name], key=lambda path: checksum(path) == kept.get("checksum"))
+    text, settings["text"], settings["checksum"] = read_text(path), Path(path).name, checksum(path)
+    timer = threading.Timer(1, tell, [f"reading {len(text):,} characters"])
+    timer.daemon = True                             # for texts that take longer than a second
+    timer.start()
+    try:
         tokenizer = ck.tokenizer if ck else build_tokenizer(text, s.merges)
-        train_ids, val_ids = split_ids(tokenizer.encode(text), s.val_fraction)
+    finally:
+        timer.cancel()
+    train_ids, val_ids = split_ids(tokenizer.encode(text), s.val_fraction)
     for part, name in ((train_ids, "training"), (val_ids, "validation")):
         if len(part) <= s.context and (name == "training" or s.val_fraction):
-            raise BadInput(
-                f"the {name} part has {len(part)} tokens and needs {s.context + 1} (--context + 1):"
-                f" take a longer text, fewer --merges, a smaller --context, or --val-fraction 0")
+            raise BadInput(f"the {name} part has {len(part)} tokens and needs {s.context + 1}: "
+                           f"take a longer text, fewer --merges or --context, or --val-fraction 0")
     x, y = make_windows(train_ids, s.context, s.stride)
     val_x, val_y = make_windows(val_ids, s.context, s.context)
     if not ck:
         config = replace(config, vocab_size=len(tokenizer.itos))
         ck = Checkpoint(init_params(config, np.random.default_rng([s.seed, 0])), config, tokenizer,
-                        code=code_checksum())
-    settings |= {"text": Path(path).name, "text_sha256": checksum}
-    ck.settings, params, begun = ck.settings or settings, ck.params, ck.step
+                        settings, 0, {}, {}, {}, None, code_checksum())
+    if kept.get("checksum", settings["checksum"]) != settings["checksum"]:
+        tell(f"note: {path} is not the text that {out} was trained on so far")
     warn_unknown(tokenizer, text, path)
-    if len(tokenizer.merges) < s.merges:
-        say.line(f"the text supports {len(tokenizer.merges)} merges of {s.merges} asked for")
+    params, begun = ck.params, ck.step
     per_epoch, planned = step_counts(len(x), s.batch, s.epochs)
-    planned = planned or s.steps                            # the length of the schedule
+    planned = planned or s.steps                    # the length of the schedule
     last = min(s.steps or planned, planned)
     warmup = planned // 10 if s.warmup is None else s.warmup
-    say.line(f"{len(text):,} characters, {len(np.unique(train_ids)):,} of {config.vocab_size} "
-             f"tokens in use, {len(x):,} training windows, {len(val_x):,} validation windows, "
-             f"{count_params(params):,} parameters, {per_epoch:,} steps per epoch")
+    tell(f"{len(tokenizer.merges)} of {s.merges} merges, {len(np.unique(train_ids)):,} of "
+         f"{config.vocab_size} tokens in use, {len(x):,} training windows, {len(val_x):,} "
+         f"validation windows, {count_params(params):,} parameters, {per_epoch:,} steps per epoch")
     if begun and begun >= last:
-        say.line(f"{options.out} has {begun} steps, and --epochs {s.epochs} --steps {s.steps} "
-                 f"makes {last}: nothing to do; ask for more")
-        return 0
+        tell(f"{out} has {begun} of {last} steps: nothing to do; more --steps or --epochs go on")
+        return
     prepare_for_training()
     optimizer = AdamW(params, s.beta1, s.beta2, weight_decay=s.weight_decay)
     rng = np.random.default_rng([s.seed, 1])
@@ -5019,16 +4816,20 @@ def train(options):
         optimizer.t, rng.bit_generator.state = begun, ck.batch_rng
         for name in params:
             optimizer.m[name][...], optimizer.v[name][...] = ck.m[name], ck.v[name]
-    elif out in models:
-        say.line(keep_old(out, models))
+    if there and older and older.step > there.step:
+        tell(f"{old} has more steps than the model that was in {out}, and stays")
+    elif there:
+        save_checkpoint(old, there)
+        tell(f"the model that was in {out} is kept as {old}")
     ck.m, ck.v = ({name: means[name] for name in params} for means in (optimizer.m, optimizer.v))
     ck.batch_rng, mine = rng.bit_generator.state, None
     chars = sum(len(tokenizer.itos[i]) if i else 1 for i in val_y.ravel())      # <unk> is one
+    say = Progress(last, s.batch * s.context, val_y.size / max(chars, 1))
 
-    def sample():                                   # always from the same seed
+    def sample(before="    "):                      # from the same seed each time
         ids, _ = prompt_ids(tokenizer, "")
         new = generate(params, config, ids, 64, np.random.default_rng([s.seed, 2]), temperature=0.8)
-        return tokenizer.decode(new[len(ids):]).strip()
+        return textwrap.indent(tokenizer.decode(new[len(ids):]).strip(), before)
 
     def save():
         nonlocal mine
@@ -5042,58 +4843,44 @@ def train(options):
                            lambda t: lr_schedule(t, s.lr, s.lr_min, warmup, planned),
                            s.clip or math.inf)
     try:
-        if not begun:
-            say.sample("before training", written := sample())
-        save()                                      # shows that it can, before the first step
-        ck.settings, ck.code = settings, code_checksum()
-        say.start = time.monotonic()
-        with stop_signals() as asked, logged(options) as log:
+        with open(options.log or os.devnull, "a" if begun else "w") as log, stop_signals() as asked:
+            if not log.tell():
+                print("step,loss,validation_loss,learning_rate,gradient_norm", file=log)
+            if not begun:
+                say.line(f"--- before training\n{sample()}")
+            save()                                          # shows that it can
+            ck.settings, ck.code = settings, code_checksum()
             for t, loss, lr, norm in steps:
                 ck.step, val = t, None
                 if t % per_epoch == 0:                      # the next epoch begins here
                     ck.batch_rng = rng.bit_generator.state
-                stopping = asked and t < last               # the last step is the end anyway
+                stopping = len(asked) > 0 and t < last      # the last step is the end anyway
                 measuring = not stopping and (t == last or s.eval_every and t % s.eval_every == 0)
-                sampling = not stopping and t in (last // 100, last // 10, last // 2, last)
                 if measuring and len(val_x):
                     val = ck.val_loss = validation_loss(params, val_x, val_y, config)
                     if not math.isfinite(val):
                         raise FloatingPointError(f"step {t}: validation loss {val}")
-                log(t, loss, "" if val is None else val, lr, norm)
-                if sampling:
-                    written = sample()
+                print(t, loss, "" if val is None else val, lr, norm, sep=",", file=log, flush=True)
                 if measuring or stopping:
                     save()
-                say.step(t, last, loss, lr, s.batch * s.context, measuring, val,
-                         val_y.size / max(chars, 1))
+                say.step(t, loss, lr, val, measuring)
                 if stopping:
-                    break
-                if sampling and t < last:
-                    say.sample(f"after {t} steps", written)
+                    again = shlex.join(["--resume", "--text", f"{path}", "--out", out])
+                    say.line(f"stopped after step {t}; the model is in {out}; go on with: "
+                             f"python tinygpt.py train {again}")
+                    return 128 + asked[0]
+                if t in (last // 100, last // 10, last // 2):
+                    say.line(f"--- after {t} steps\n{sample()}")
     except (FloatingPointError, BadInput) as error:         # BadInput: numbers that are not finite
-        say.line(f"{error}: training has diverged, and {options.out} stays as it was saved last; "
-                 f"try a smaller --lr (now {s.lr:g}), --clip 1 (now {s.clip:g}) or a smaller "
-                 f"--weight-decay (now {s.weight_decay:g})")
+        if "to be written" in f"{error}":                   # by 'blank'; not diverged
+            raise
+        say.line(f"{error}: training has diverged, and {out} stays as it was saved last; try a "
+                 f"smaller --lr (now {s.lr:g}), --clip or --weight-decay")
         return 1
-    if ck.step < last:
-        again = shlex.join(["--resume", "--text", f"{path}", "--out", options.out])
-        say.line(f"stopped after step {ck.step}; the model is in {options.out}; "
-                 f"go on with: python tinygpt.py train {again}")
-        return 128 + asked[0]
-    say.sample(f"after {last} steps", "")
-    print_text(written)
-    say.line(f"the model is in {options.out}; let it write with: "
-             f"python tinygpt.py generate --model {shlex.quote(options.out)}")
-    return 0
-
-
-@contextlib.contextmanager
-def logged(options):
-    """A function that writes a row of the curve to the file of --log, if there is one."""
-    with open(options.log or os.devnull, "a" if options.resume else "w", encoding="utf-8") as file:
-        if not file.tell():
-            print("step,loss,validation_loss,learning_rate,gradient_norm", file=file)
-        yield lambda *row: print(*row, sep=",", file=file, flush=True)
+    say.line(f"--- after {last} steps")
+    print_text(sample(before=""))
+    tell(f"the model is in {out}; let it write with: "
+         f"python tinygpt.py generate --model {shlex.quote(out)}")
 
 
 # %% [markdown]
@@ -5125,7 +4912,7 @@ def prompt_ids(tokenizer, prompt):
 
 def run_generate(options):
     """Print the prompt and what the model writes after it, as it comes."""
-    ck, rng = load_to_use(options.model), np.random.default_rng(options.seed)
+    ck, rng = load_checkpoint(options.model), np.random.default_rng(options.seed)
     warn_unknown(ck.tokenizer, options.prompt, "the prompt")
     ids, bars = prompt_ids(ck.tokenizer, options.prompt)
     print_text(options.prompt, end="")
@@ -5134,162 +4921,71 @@ def run_generate(options):
         ids.append(sample_next(logits[-1] + (0 if n else bars), rng, **options.choice))
         print_text(ck.tokenizer.itos[ids[-1]][int(n == 0 and bars.any()):], end="")
     print()
-    return 0
 
 
-def visible(token):
-    """The characters of a token, each with its marks; blanks and line ends shown."""
-    text = "".join("·" if c == " " else "¶" if c == "\n" else c if c.isprintable() else "�"
-                   for c in token)
-    return re.findall(rf".[{MARKS}]*", text)
-
-
-def padded(characters, width):
-    """Characters cut or filled up to a width in columns; a wide character takes two."""
-    text = ""
-    for c in characters:
-        mark = unicodedata.category(c[0])[0] == "M"
-        size = 2 if unicodedata.east_asian_width(c[0]) in "WF" else 0 if mark else 1
+def cell(token, width):
+    """A token cut or filled up to a width in columns; blanks and line ends are made visible."""
+    shown, text = {" ": "·", "\n": "¶"}, ""
+    for c in re.findall(rf".[{MARKS}]*", token, re.DOTALL):         # each with its marks
+        mark = unicodedata.category(c[0])[0] == "M"                 # alone: it takes no column
+        size = 2 if unicodedata.east_asian_width(c[0]) in "WF" else 1 - mark
         if size > width:
             break
-        text, width = text + c, width - size
+        text, width = text + shown.get(c, c if c.isprintable() else "�"), width - size
     return text + " " * width
 
 
 def run_look(options):
     """Show what the model sees in a prompt: tokens, surprise, attention, likeliest next tokens."""
-    ck = load_to_use(options.model)
+    ck = load_checkpoint(options.model)
     warn_unknown(ck.tokenizer, options.prompt, "the prompt")
     ids, bars = prompt_ids(ck.tokenizer, options.prompt)
     x = np.array(ids[-ck.config.context:])                                  # (T,)
     logits, cache = forward(ck.params, x, ck.config)                        # (T, V)
-    p = next_probabilities(logits[-1] + bars)                               # (V,)
-    q = next_probabilities(logits[-1] + bars, **options.choice)         # (V,)
-    T, tokens = len(x), [visible(ck.tokenizer.itos[i]) for i in x]
+    p, q = (next_probabilities(logits[-1] + bars, **choice) for choice in ({}, options.choice))
+    T, tokens = len(x), [ck.tokenizer.itos[i] for i in x]
     shown = range(max(0, T - 32), T)
     if len(shown) < len(ids):
         print(f"of {len(ids)} tokens the model reads the last {T} (--context {ck.config.context}); "
               f"shown are the last {len(shown)}")
     print("tokens, and how much each surprised the model (loss in nats)")
     for t in shown:
-        loss = cross_entropy_forward(logits[t - 1:t], x[t:t + 1])[0] if t else None
+        loss = cross_entropy_forward(logits[t - 1:t], x[t:t + 1])[0] if t else math.nan
         bar = f"{loss:8.3f}  {'█' * round(min(40, 4 * loss))}" if t else ""
-        print(f"{t:4}  {padded(tokens[t], 16)} id {x[t]:5}{bar}".rstrip())
+        print(f"{t:4}  {cell(tokens[t], 16)} id {x[t]:5}{bar}".rstrip())
     print("attention of row i to column j: ░ 1/8, ▒ 3/8, ▓ 5/8, █ 7/8 or more")
     for l, block in enumerate(cache["blocks"]):
         for h, A in enumerate(block["attention"]["A"][0]):                  # (T, T)
-            print(f"block {l}, head {h}")
-            for row in range(3):
-                print(" " * 14 + "".join(padded(tokens[t][row:row + 1], 2) for t in shown).rstrip())
+            print(f"block {l}, head {h}\n" + " " * 16 + "".join(f"{t % 100:2}" for t in shown))
             for i in shown:
                 shades = "".join(" ░▒▓█"[round(4 * float(a))] * 2 for a in A[i, shown[0]:i + 1])
-                print(f"{padded(tokens[i], 12)}  {shades}".rstrip())
-    if bars.any():
-        print("the next token stands after the blank that was typed")
+                print(f"{i:4}  {cell(tokens[i], 10)}{shades}".rstrip())
+    print("the next token stands after the blank that was typed\n" * bool(bars.any()), end="")
     print("next token: probability, and with",
           ", ".join(f"{key} {value}" for key, value in options.choice.items()))
     for i in np.argsort(-p, kind="stable")[:10]:
         both = "   ".join(f"{value:6.1%} {'█' * round(18 * value):18}" for value in (p[i], q[i]))
-        print(f"  {padded(visible(ck.tokenizer.itos[i]), 16)} {both}".rstrip())
-    return 0
+        print(f"  {cell(ck.tokenizer.itos[i], 16)} {both}".rstrip())
 
 
 def run_gradcheck(options):
     """Check each operation, then every gradient of a model; exit code 1 where one is wrong."""
-    parts, whole = check_operations(options.seed), check_model(options.seed, options.samples)
-    for name, error in (parts | whole).items():
-        print(f"{name:14} worst relative error {error:.1e}" + "  WRONG" * (not error < 1e-4))
-    wrong = [name for name, error in whole.items() if not error < 1e-4]
-    print(f"{len(whole) - len(wrong)} of {len(whole)} arrays agree with central differences to 1e-4"
-          + (f"; wrong: {', '.join(wrong)}" if wrong else ""))
-    return 1 if wrong or not max(parts.values()) < 1e-4 else 0
-
-
-def play_demos(options):
-    """Play the demos of the named cards, or all, or say which have changed."""
-    index = cards()
-    if options.changed:
-        return run_changed(index)
-    known = {card.slug: card for card in index} | {str(card.n): card for card in index if card.n}
-    for name in options.names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            raise BadInput(f"there is no demo {name!r}: "
-                           + (f"did you mean {', '.join(near)}? " if near else "")
-                           + "'python tinygpt.py demo --list' names all")
-    for i, card in enumerate([known[name] for name in options.names] or index):
-        if options.list:
-            print(f"{card.n or '':2}  {card.slug:22}  line {card.line:4}  {card.title}"
-                  + f" ({card.direction})" * (card.direction not in card.title.lower())
-                  + f": {', '.join(card.functions)}" * bool(card.functions))
-            continue
-        if len(options.names) != 1:
-            number = f"{card.n}." if card.n else "55. continued:"
-            print("\n" * (i > 0) + f"=== {number} {card.title} ({card.slug})")
-        globals()[card.demo]()
-    return 0
-
-
-def golden_file(card):
-    """Where the output of a card's demo is kept."""
-    return THIS.parent / "golden" / f"{f'{card.n:02d}-' if card.n else ''}{card.slug}.txt"
-
-
-def run_changed(index):
-    """Play every demo, say which print something else than golden/ has, and the first in full."""
-    changed, crashed, wrong = [], {}, []
-    for card in index:
-        out, golden = io.StringIO(), golden_file(card)
-        before = golden.read_text(encoding="utf-8") if golden.exists() else ""
-        try:
-            with contextlib.redirect_stdout(out):
-                globals()[card.demo]()
-        except Exception as error:
-            at = [frame for frame in traceback.extract_tb(error.__traceback__)
-                  if frame.filename == train.__code__.co_filename][-1]
-            crash = (f"line {at.lineno}: {at.line.split('  #')[0].strip()}\n"
-                     f"  {type(error).__name__}: {error}")
-            crashed.setdefault(crash, []).append(f"{card.n or card.slug}")
-        if out.getvalue() != before:
-            changed.append((card, before.splitlines(), out.getvalue().splitlines()))
-    print(f"{len(changed)} of {len(index)} demos print something else than golden/ has")
-    for card, before, now in changed[:1]:
-        print(f"The first is card {card.n or card.slug}, {card.title}, line {card.line}:\n")
-        print(*list(difflib.unified_diff(before, now, n=99, lineterm=""))[3:], sep="\n")
-        name_of = lambda line: re.match(r".{0,9}\S(?=  )|", line)[0].strip()
-        names, old, new = [], {}, {}
-        for lines, arrays in ((before, old), (now, new)):           # {name: its lines}
-            for line in lines:
-                names = names if line.startswith(" " * 10) else [name_of(line) or "a sentence"]
-                arrays.setdefault(names[0], []).append(line)
-        other = [name for name in old if old[name] != new.get(name)] + ["the end"]
-        same = [name for name in old if name not in [*other, "a sentence"]]
-        print(f"\nAs before: {', '.join(same) or 'no array'}. "
-              f"The first that is not: {other[0]}, made here:")
-        made = [x for x in card.tagged if x[1].startswith(re.match(r"\w*", other[0])[0] + " ")]
-        for i, line, tags in made or card.tagged:
-            print(f"  line {i}: {line}")
-            print(*(f"    ({tag})  {card.equations.get(tag)}" for tag in tags), sep="\n")
-        lost = card.equations.keys() - {tag for _, _, tags in card.tagged for tag in tags}
-        for tag in sorted(tag for tag in lost if not made and tag not in card.derived):
-            print(f"  no line has ({tag})  {card.equations[tag]}")
-        print("Then:", ", ".join(f"{card.n or card.slug}" for card, *_ in changed[1:]) or "none")
-    for crash, names in crashed.items():
-        print(f"Crashed: {', '.join(names)} at {crash}")
-    try:
-        wrong = [name for name, error in (check_operations(0) | check_model(0, 3)).items()
-                 if not error < 1e-4]
-        print(f"gradcheck: wrong are {', '.join(wrong)}" if wrong else "gradcheck: all agree")
-    except Exception as error:
-        print(f"gradcheck: crashed, {type(error).__name__}: {error}")
-    if changed:
-        print("Intended? Then " + "change the backward too, and " * bool(wrong) + "'make golden'.")
-    return 1 if changed or wrong or crashed else 0
+    errors = check_operations(options.seed) | check_model(options.seed, options.samples)
+    wrong = [name for name, error in errors.items() if not error < 1e-4]
+    for name, error in errors.items():
+        print(f"{name:14} worst relative error {error:.1e}" + "  WRONG" * (name in wrong))
+    print(f"{len(errors) - len(wrong)} of {len(errors)} agree with central differences to 1e-4"
+          + f"; wrong: {', '.join(wrong)}" * bool(wrong))
+    return bool(wrong)
 
 
 def run_bench(options):
     """Measure speed and memory of training, tokenizer and generation on this machine."""
-    text = read_text(options.text)
+    def milliseconds(work):                         # the median of nine blocks of calls
+        number, _ = timeit.Timer(work).autorange()
+        return sorted(timeit.repeat(work, number=number, repeat=9))[4] / number * 1000
+
+    text, rng = read_text(options.text), np.random.default_rng(0)
     prepare_for_training()
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, NumPy {np.__version__}")
     sizes = [dict(V=512, T=16, B=16, L=2, H=2, d=32), dict(V=65, T=64, B=12, L=4, H=4, d=128)]
@@ -5299,51 +4995,173 @@ def run_bench(options):
     for size in sizes:
         V, T, B, L, H, d = size.values()
         config = ModelConfig(V, T, T, d, H, 4 * d, L)
-        params, rng = init_params(config, np.random.default_rng(0)), np.random.default_rng(0)
-        batch = rng.integers(0, V, (2, B, T))
-        steps = training_steps(params, repeat(batch), config, AdamW(params),
-                               lambda t: 1e-3, 1.0)
+        params, batch = init_params(config, rng), rng.integers(0, V, (2, B, T))
+        steps = training_steps(params, repeat(batch), config, AdamW(params), lambda t: 1e-3, 1.0)
         ms = milliseconds(lambda: next(steps))
-        print(f"training step, {' '.join(f'{k}={v}' for k, v in size.items())}: {ms:.2f} ms, "
-              f"{B * T / ms * 1000:,.0f} tokens/s")
-    if options.scale:
-        return 0
-    seconds = timeit.timeit(lambda: build_tokenizer(text, 500), number=1)
-    print(f"learning 500 merges from {Path(options.text).name}: {seconds * 1000:.0f} ms, "
-          f"{len(text) / seconds / 1e6:.2f} MB/s")
-    config = ModelConfig(512)
-    params = init_params(config, rng)
-    ms = milliseconds(lambda: generate(params, config, [1] * config.context, 1, rng))
+        print(f"training step, {size}: {ms:.2f} ms, {B * T / ms * 1000:,.0f} tokens/s")
+    ms = milliseconds(lambda: build_tokenizer(text, 500))
+    print(f"learning 500 merges from {Path(options.text).name}: {ms:.0f} ms, "
+          f"{len(text) / ms / 1000:.2f} MB/s")
+    params = init_params(ModelConfig(512), rng)
+    ms = milliseconds(lambda: generate(params, ModelConfig(512), [1] * 16, 1, rng))
     print(f"generation of a token, default sizes: {ms:.2f} ms, {1000 / ms:,.0f} tokens/s")
-    with contextlib.suppress(ImportError):          # not on every system
+    with contextlib.suppress(ImportError, OSError): # not on every system
         import resource
-        unit = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
-        print("peak memory of this process: "
-              f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.0f} MB")
-    return 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 2 ** (20 if sys.platform == "darwin" else 10)
+        print(f"peak memory of this process: {peak / unit:.0f} MB")
 
 
-def milliseconds(work):
-    """The median time of a call in nine blocks."""
-    timer = timeit.Timer(work)
-    number, _ = timer.autorange()
-    return sorted(timer.repeat(9, number))[4] / number * 1000
+# %% [markdown]
+# ### Learning by doing
+#
+# `demo --changed` holds what the cards print against `golden/`. `blank` takes the mathematics of
+# some of them out; whoever writes it anew asks `demo --changed CARD` whether it is right.
+
+# %%
+def named_cards(names):
+    """The cards of these names or numbers; all, where none is given."""
+    index = cards()
+    known = {card.slug: card for card in index} | {str(card.n): card for card in index if card.n}
+    for name in names:
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+            raise BadInput(f"there is no demo {name!r}: " + f"did you mean {near}? " * bool(near)
+                           + "'python tinygpt.py demo --list' names all")
+    return [known[name] for name in names] or index
+
+
+def play_demos(options):
+    """Play the demos of the named cards, or all, or say which have changed."""
+    chosen = named_cards(options.names)
+    if options.changed:
+        return run_changed(chosen, bool(options.names))
+    for i, card in enumerate(chosen):
+        if options.list:
+            print(f"{card.n or '':2}  {card.slug:22}  line {card.line:4}  {card.title}"
+                  + f" ({card.direction})" * (card.direction not in card.title.lower())
+                  + f": {', '.join(card.functions)}" * bool(card.functions))
+            continue
+        if len(options.names) != 1:
+            number = f"{card.n}." if card.n else "55. continued:"
+            print("\n" * (i > 0) + f"=== {number} {card.title} ({card.slug})")
+        globals()[card.demo]()
+
+
+def run_blank(options):
+    """Write the book with the statements that carry some cards' equations taken out."""
+    texts = {tag: text.strip() for card in named_cards(options.names)
+             for tag, text in card.equations.items()}
+
+    def raising(match):                             # the indent and the comment stay
+        tags = [tag for tag in re.findall(r"\((\d+\.\d+)\)", match[2]) if tag in texts]
+        said = "to be written: " + "; ".join(f"({tag}) {texts[tag]}" for tag in tags)
+        return f"{f'{match[1]}raise BadInput({said!r})':74}  {match[2]}" if tags else match[0]
+
+    source = THIS.read_text(encoding="utf-8")
+    statement = r"(?m)^( +)\S.*  (# .*\(\d+\.\d+\))$(?:\n\1 +\S.*)*"
+    if (book := re.sub(statement, raising, source)) == source:
+        raise BadInput(f"no line of code carries an equation of {', '.join(options.names)}")
+    file = open(options.out, "x", encoding="utf-8") if options.out else sys.stdout
+    print(book, end="", file=file, flush=True)      # x: a new file, not over somebody's work
+
+
+def golden_file(card):
+    """Where the output of a card's demo is kept."""
+    folder = THIS.parent / "golden"
+    if not folder.is_dir() and not (folder := Path("golden").resolve()).is_dir():
+        raise BadInput(f"there is no folder golden beside {THIS}, and no {folder}")
+    return folder / f"{f'{card.n:02d}-' if card.n else ''}{card.slug}.txt"
+
+
+def difference(before, now):
+    """The first array in which two printed texts differ, else the first line, and how it does."""
+    parts = r"(?m)^([^\n=]{0,9}[^\s=](?=  )|)(.*(?:\n {10}.*)*)"       # a name or none, and rows
+    found = [[*re.findall(parts, text), ("", "the end")] for text in (before, now)]
+    (name, x), (_, y) = min((pair for pair in zip(*found) if pair[0] != pair[1]),
+                            key=lambda pair: not pair[0][0])
+    try:
+        A, B = (np.array([row.split() for row in rows.split("\n")], float) for rows in (x, y))
+    except ValueError:                              # no rows of numbers
+        return f"{name} {y.strip()!r} in place of {x.strip()!r}".strip()
+    said, transposed = f"{name.strip()} {B.shape[len(B) == 1:]}: ", np.array_equal(A, B.T)
+    if A.shape != B.shape or transposed:
+        return said + ("transposed" if transposed else f"it should be {A.shape[len(A) == 1:]}")
+    i, j = np.argwhere(A != B)[0]
+    said += f"row {i}, column {j} is {B[i, j]:g} in place of {A[i, j]:g}"
+    unit = 10.0 ** -len(x.split()[0].partition(".")[2])         # of the last digit
+    for axis, what in ((None, "all numbers"), (1, "the rows"), (0, "the columns")):
+        k = (A * B).sum(axis, keepdims=True) / (A * A).sum(axis, keepdims=True)
+        if k.size < A.size and abs(A).max(axis).min() > 20 * unit \
+                and (abs(B - k * A) <= unit * (1 + abs(k))).all():
+            factors = ", ".join(f"{x:.4g}" for x in k.flat) + " (sign)" * bool((k < 0).any())
+            return f"{said}; {what} are {factors} times what they should be"
+    return said
+
+
+def run_changed(chosen, named):
+    """Play demos, say which print something else than golden/ has, and what of the first."""
+    changed, stopped, errors = [], {}, {}
+
+    def attempt(work, who):
+        """What work() returns; where it stops, the place is kept for who."""
+        try:
+            return work()
+        except Exception as error:
+            at = [frame for frame in traceback.extract_tb(error.__traceback__)
+                  if frame.filename == train.__code__.co_filename][-1]
+            code = f"{at.line.split('  #')[0].strip()}\n  {type(error).__name__}: "
+            crash = f"line {at.lineno}: {code * (not isinstance(error, BadInput))}{error}"
+            stopped.setdefault(crash, []).append(who)
+
+    for card in chosen:
+        out, golden = io.StringIO(), golden_file(card)
+        before = golden.read_text(encoding="utf-8") if golden.exists() else ""
+        with contextlib.redirect_stdout(out):
+            attempt(globals()[card.demo], f"{card.n or card.slug}")
+        if out.getvalue() != before:
+            changed.append((card, before, out.getvalue()))
+    print(f"{len(changed)} of {len(chosen)} demos print something else than golden/ has"
+          + ": right" * (not changed))
+    for card, *texts in changed[:not (named and stopped)]:
+        print(f"The first is card {card.n or card.slug}, {card.title}, line {card.line}:")
+        if not named:
+            lines = (text.splitlines() for text in texts)
+            print("", *[*difflib.unified_diff(*lines, n=99, lineterm="")][3:], "", sep="\n")
+        print(said := difference(*texts), "made here:", sep="\n")
+        name = re.match(r"\w*", said)[0] or "no array"
+        made = [x for x in card.tagged if re.match(rf"[^=(]*\b{name}\b[^=(]*= ", x[1])]
+        for i, line, tags in made or card.tagged:
+            print(f"  line {i}: {line}")
+            print(*(f"    ({tag})  {card.equations.get(tag, '')}" for tag in tags), sep="\n")
+        for tag in sorted(card.equations.keys() - sum((x[2] for x in card.tagged), card.derived)):
+            print(f"  no line has ({tag})  {card.equations[tag]}")
+        print("Then:", ", ".join(f"{card.n or card.slug}" for card, *_ in changed[1:]) or "none")
+    if not named or any(card.direction == "backward" for card in chosen):
+        errors = attempt(lambda: check_operations(0) | check_model(0, 3), "gradcheck") or {}
+    for crash, names in stopped.items():
+        print(f"Stopped: {', '.join(names)} at {crash}")
+    wrong = [name for name, error in errors.items() if not error < 1e-4]
+    if errors:
+        print("gradcheck:", f"wrong are {', '.join(wrong)}" if wrong else "all agree")
+    if changed and not named:
+        print("Intended? Then " + "change the backward too, and " * bool(wrong) + "'make golden'.")
+    return bool(changed or wrong or stopped)
 
 
 # %% [markdown]
 # ### Speed
 #
 # What the book leaves out, since no equation needs it. NumPy asks the system for fresh memory for
-# every large array and gives it back at once, and the system clears each page before it hands it
-# out again; `mallopt` tells the C library to keep freed memory. Matrix products could use several
-# cores while all other work uses one. So each product gets one core, and the halves of a large
-# batch, 53.2 and 53.3 with two parts, are worked on side by side in two threads. How a batch is cut
+# every large array, and the system clears each page before it hands it out; `mallopt` tells the C
+# library to keep freed memory. Each matrix product gets one core, and the halves of a large batch,
+# 53.2 and 53.3 with two parts, are worked on side by side in two threads. How a batch is cut
 # depends on its size alone, so the result does not depend on how many cores there are. And for a
-# small model the count of NumPy's calls is what costs: the optimizer's loop goes over long arrays
-# instead.
+# small model the count of NumPy's calls is what costs: the optimizer's loop goes over long arrays.
 
 # %%
 LARGE = 2 ** 16                                     # B · T · d from which a batch is cut in two
+STRETCH = 2 ** 16                                   # numbers that fit into a fast memory
 
 
 def prepare_for_training():
@@ -5371,11 +5189,7 @@ def one_core_for_products():
 
 @cache
 def second_thread():
-    def begin():
-        np.seterr(all="ignore")                     # as main does for the first thread
-        one_core_for_products()
-
-    return ThreadPoolExecutor(1, initializer=begin)
+    return ThreadPoolExecutor(1, initializer=one_core_for_products)
 
 
 in_turn = batch_loss_and_grads
@@ -5387,147 +5201,192 @@ def in_halves(params, xb, yb, config, parts=1):
         return in_turn(params, xb, yb, config, parts)
     if len(xb) < 2 or xb.size * config.width < LARGE:
         return loss_and_grads(params, xb, yb, config)
-    half, B = len(xb) // 2, len(xb)
-    later = second_thread().submit(loss_and_grads, params, xb[half:], yb[half:], config)
+    half, share_2 = len(xb) // 2, 1 - len(xb) // 2 / len(xb)
+    later = second_thread().submit(np.errstate(all="ignore")(loss_and_grads),
+                                   params, xb[half:], yb[half:], config)
     loss, gbar = loss_and_grads(params, xb[:half], yb[:half], config)
     loss_2, g = later.result()
     for k in gbar:
-        gbar[k] *= half / B
-        gbar[k] += g[k] * ((B - half) / B)                                  # as 53.3
-    return loss * (half / B) + loss_2 * ((B - half) / B), gbar              # as 53.2
+        gbar[k] *= 1 - share_2
+        gbar[k] += g[k] * share_2                                           # as 53.3
+    return loss * (1 - share_2) + loss_2 * share_2, gbar                    # as 53.2
+
+
+def end_to_end(arrays, names):
+    """The numbers of all matrices in one vector, under True, and all others, under False."""
+    return {matrix: np.concatenate([arrays[name].ravel() for name in names if matrix ==
+                                    (arrays[name].ndim > 1)] or [np.zeros(0)])
+            for matrix in (True, False)}
+
+
+def stretches(long):
+    """{(matrix, start): a stretch}, (1, n) of the matrices and (n,) of all else."""
+    return {(matrix, at): flat[at:at + STRETCH].reshape((1, -1) if matrix else -1)
+            for matrix, flat in long.items() for at in range(0, len(flat), STRETCH)}
 
 
 class LongAdamW(AdamW):
-    """AdamW on two long arrays, of all matrices and of all else, cut into stretches.
-
-    The arrays in params become views of them, and m and v hold such views by name too.
-    """
-    stretch = 2 ** 16                               # numbers, which fit into a fast memory
+    """AdamW on stretches of two long arrays; those in params, m and v become views of them."""
 
     def __init__(self, params, *args, **settings):
-        self.kinds = [[name for name in params if (params[name].ndim > 1) == matrix]
-                      for matrix in (True, False)]
-        longs = [self.end_to_end(params) for _ in range(3)]
-        super().__init__({}, *args, **settings)
-        self.m, self.v, self.stretches = {}, {}, self.cut(longs[0])
-        for arrays, long in zip((params, self.m, self.v), longs):
-            for flat, names in zip(long, self.kinds):
-                if arrays is not params:
-                    flat[...] = 0                   # m and v begin at 0
-                ends = np.cumsum([params[name].size for name in names])[:-1]
-                for name, part in zip(names, np.split(flat, ends)):
-                    arrays[name] = part.reshape(params[name].shape)
-        self.m |= self.cut(longs[1])
-        self.v |= self.cut(longs[2])
-
-    def end_to_end(self, arrays):
-        """All matrices as one vector, and all else."""
-        return [np.concatenate([arrays[name].ravel() for name in names] or [np.zeros(0)])
-                for names in self.kinds]
-
-    def cut(self, long):
-        """{(kind, start): a stretch}, (1, n) of the matrices and (n,) of all else."""
-        return {(kind, at): flat[at:at + self.stretch].reshape((1, -1) if kind == 0 else -1)
-                for kind, flat in enumerate(long) for at in range(0, len(flat), self.stretch)}
+        super().__init__(params, *args, **settings)
+        self.names = [*params]
+        for arrays in (params, self.m, self.v):
+            long, done = end_to_end(arrays, self.names), Counter()
+            for name, W in arrays.items():
+                at, done[W.ndim > 1] = done[W.ndim > 1], done[W.ndim > 1] + W.size
+                arrays[name] = long[W.ndim > 1][at:at + W.size].reshape(W.shape)
+            if arrays is params:
+                self.params = stretches(long)
+            else:
+                arrays |= stretches(long)
 
     def step(self, params, grads, lr):
-        super().step(self.stretches, self.cut(self.end_to_end(grads)), lr)
+        super().step(self.params, stretches(end_to_end(grads, self.names)), lr)
 
 
 # %% [markdown]
 # ### The command line
+#
+# Numbers are checked when the command line is read, before any file is; those of a checkpoint too.
 
 # %%
-TOUR = """tinygpt is a GPT in one file, a book that runs. Type, in this order:
+def checked(kind, meaning, fits):
+    """A check for argparse: text to a value of that kind that fits; meaning says in words what."""
+    def check(text):
+        with contextlib.suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {meaning}, got {text!r}")
 
-  python tinygpt.py train              learn from corpus.txt, about half a minute, then write
-  python tinygpt.py generate           let the trained model write
-  python tinygpt.py generate --prompt "The fox"
-  python tinygpt.py look --prompt "The fox and the"      what it sees: attention, likeliest next
-  python tinygpt.py demo softmax       the worked example of one card; 'demo --list' names all 61
-  python tinygpt.py gradcheck          hold every gradient against central differences
+    return check
 
-Then open tinygpt.py and read it from the top. 'python tinygpt.py COMMAND --help' has the options.
-"""
-CHOICE = {"temperature": (0.8, amount, "0: always the likeliest token (0.8)"),
-          "top_k": (0, count, "keep the N likeliest tokens; 0: all (0)"),
-          "top_p": (1.0, share, "keep the likeliest up to this total probability; 1: all (1)")}
+
+count = checked(int, "a whole number from 0 up", lambda n: 0 <= n <= 10 ** 12)
+whole = checked(int, "a whole number from 1 up", lambda n: 1 <= n <= 10 ** 12)
+amount = checked(float, "a number from 0 up", lambda x: 0 <= x < math.inf)
+below_1 = checked(float, "a number from 0 to below 1", lambda x: 0 <= x < 1)
+share = checked(float, "a number above 0 and up to 1", lambda x: 0 < x <= 1)
+file_name = checked(lambda name: "./" * name.startswith("-") + name, "the name of a file",
+                    lambda name: name and name[-1] not in ("/", os.sep))
+OPTIONS = {key: SimpleNamespace(fixed=fixed, default=default, check=check, help=help)
+           for key, fixed, default, check, help in (
+    # fixed: what a checkpoint fixes; the rest may change when training goes on
+    ("merges", True, 1700, count, "merges the tokenizer may learn; 0: plain characters"),
+    ("context", True, 16, whole, "tokens in a window, T"),
+    ("max_context", True, 32, whole, "rows of the position table, Tmax"),
+    ("width", True, 32, whole, "numbers that describe a token, d"),
+    ("heads", True, 2, whole, "attention heads, H; they share the width"),
+    ("hidden", True, 128, whole, "width of the feed-forward layer, F"),
+    ("layers", True, 2, whole, "blocks, L"),
+    ("batch", True, 16, whole, "windows in a step, B"),
+    ("stride", True, None, whole, "tokens from a window's start to the next; default context / 4"),
+    ("val_fraction", True, 0.1, below_1, "share of the text held out for validation; 0: none"),
+    ("seed", True, 0, count, "seed of starting values, batches and samples"),
+    ("epochs", False, 0, count, "passes over the text; 0: --steps says it"),
+    ("steps", False, 5000, count, "steps in all; with --epochs: stop there"),
+    ("lr", False, None, amount, "largest learning rate; default 0.384 / width"),
+    ("lr_min", False, None, amount, "learning rate at the end; default lr / 40"),
+    ("warmup", False, None, count, "steps until the largest rate; default a tenth of them"),
+    ("beta1", False, 0.9, below_1, "AdamW: share kept of the mean gradient"),
+    ("beta2", False, 0.99, below_1, "AdamW: share kept of the mean square"),
+    ("weight_decay", False, 0.1, amount, "AdamW: pull of matrices towards 0"),
+    ("clip", False, 1.0, amount, "largest norm of the gradients; 0: off"),
+    ("eval_every", False, 500, count, "steps between validations; 0: only at the end"))}
+CHOICE = (("temperature", 0.8, amount, "0: always the likeliest token"),
+          ("top_k", 0, count, "keep the N likeliest tokens; 0: all"),
+          ("top_p", 1.0, share, "keep the likeliest up to this total probability; 1: all"))
+
+
+def resolve(options, kept):
+    """Settings, as a checkpoint keeps them: given options, else kept ones, else defaults; and the
+    same with the values filled in that follow from others."""
+    given = {key: getattr(options, key) for key in OPTIONS if getattr(options, key) is not None}
+    for key in given:
+        if OPTIONS[key].fixed and given[key] != kept.get(key, given[key]):
+            raise BadInput(f"--{key.replace('_', '-')} {given[key]} does not fit the checkpoint "
+                           f"{options.out}, which has {kept[key]}: leave the option out, or train "
+                           f"without --resume")
+    settings = {key: option.default for key, option in OPTIONS.items()} | kept | given
+    if given.get("epochs") and "steps" not in given:
+        settings["steps"] = 0                       # a plan that is given lifts another one
+    s = SimpleNamespace(**settings)
+    s.stride = s.stride or max(1, s.context // 4)
+    s.lr = 0.384 / s.width if s.lr is None else s.lr                # larger models, smaller steps
+    s.lr_min = s.lr / 40 if s.lr_min is None else s.lr_min          # lr / 10: 0.02 bits worse
+    if s.lr_min > s.lr:
+        raise BadInput(f"--lr-min {s.lr_min} is larger than --lr {s.lr}: make it smaller")
+    return settings, s
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors on one line."""
+    """argparse with errors on one line that say what was probably meant."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        if bare := [word for word in args or sys.argv if word.endswith("=--")]:
+            self.error(f"{bare[0]}: -- is no value")                # argparse would drop it
+        options, extra = super().parse_known_args(args, namespace)
+        if extra:
+            near = difflib.get_close_matches(extra[0].split("=")[0], self._option_string_actions,
+                                             1, 0.85)
+            self.error(f"{extra[0]} belongs to no option" + (f"; there is {near[0]}" if near else
+                       ": quotes hold a prompt of several words together, --text takes one file"))
+        return options, extra
 
     def error(self, message):
         if message == "argument --prompt: expected one argument":
             message += "; where it begins with a dash, write --prompt=TEXT"
-        tell(f"{self.prog}: {message}; see '{self.prog} --help'".replace("\n", "\\n"))
-        raise SystemExit(2)
+        raise BadInput(f"{message}; see '{self.prog} --help'")
 
     def print_help(self, file=None):                # argparse's own hides that a disk is full
-        print(self.format_help(), end="", file=file, flush=True)
+        print(self.format_help(), end="", file=file)
 
 
 def build_parser():
-    """The command line."""
-    parser = Parser(prog="tinygpt.py", description="A GPT in one file. Without a command: a tour.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    """The command line; each command is a function, and its docstring the help."""
+    parser = Parser(prog="tinygpt.py", description="""A GPT in one file, a book that runs. First
+        'python tinygpt.py train', about half a minute; then 'generate', or 'generate --prompt "The
+        fox"'; 'look --prompt "The fox and the"', what it sees; 'demo softmax', a worked example;
+        'gradcheck'. Then open tinygpt.py and read it from the top. COMMAND --help has the
+        options.""")
+    parser.set_defaults(run=lambda options: parser.print_help())
+    commands = parser.add_subparsers(metavar="COMMAND")
 
-    def command(name, run, help, *options):
-        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
-        sub.set_defaults(run=run, parser=sub)
+    def command(name, run, *options):
+        about = run.__doc__.split("\n")[0]
+        sub = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        sub.set_defaults(run=run)
         for key, default, check, help in options:
-            sub.add_argument(f"--{key.replace('_', '-')}", type=check, default=default, help=help,
-                             metavar="FILE" if check is file_name else "N")
-        return sub.add_argument
+            value = {"action": "store_true"} if check is None else {
+                "type": check, "default": default, "metavar": {file_name: "FILE"}.get(check, "N")}
+            sub.add_argument(f"--{key.replace('_', '-')}", help=help if default in (None, False)
+                             else f"{help} ({default})", **value)
+        return sub
 
-    add = command("train", train, "learn from a text, save the model, write a sample",
-                  ("text", None, file_name, "UTF-8 text (corpus.txt; to go on: the text so far)"),
-                  ("out", "tinygpt.npz", file_name, "the model (tinygpt.npz)"),
-                  ("log", None, file_name, "the curve of the training, as CSV"),
-                  *((key, None, o.check, o.help + f" ({o.default})" * (o.default is not None))
-                    for key, o in OPTIONS.items()))
-    add("--resume", action="store_true", help="go on training the model in --out")
-    model = ("model", "tinygpt.npz", file_name, "(tinygpt.npz)")
-    choice = [(key, *about) for key, about in CHOICE.items()]
-    for add in (command("generate", run_generate, "let a trained model write", model, *choice,
-                        ("tokens", 200, count, "tokens to write (200)"),
-                        ("seed", 0, count, "another seed writes another text (0)")),
-                command("look", run_look, "show what a trained model sees in a prompt", model,
-                        *choice)):
-        add("--prompt", default="", metavar="TEXT", type=plain_lines,
-            help="the text to go on from, in quotes; --prompt=TEXT where it begins with a dash")
-    add = command("demo", play_demos, "play the worked examples of the cards, all or some")
-    add("names", nargs="*", metavar="NAME", help="a card's name or number")
-    add("--list", action="store_true", help="list the cards")
-    add("--changed", action="store_true", help="say which print something else than golden/ has")
-    command("book", run_book, "write the book as one page for a browser",
-            ("out", "tinygpt.html", file_name, "the page (tinygpt.html)"))
-    add = command("bench", run_bench, "measure speed and memory on this machine",
-                  ("text", f"{THIS.parent / 'corpus.txt'}", file_name, "UTF-8 text (corpus.txt)"))
-    add("--scale", action="store_true", help="how the cost grows with T, B, L and d")
-    few = checked(int, "a whole number from 1 to 1000", lambda n: 1 <= n <= 1000)
-    command("gradcheck", run_gradcheck, "hold every gradient against central differences",
-            ("samples", 20, few, "entries drawn from each array (20)"),
-            ("seed", 0, count, "seed of model and entries (0)"))
+    model = ("model", "tinygpt.npz", file_name, "a trained model")
+    prompt = ("prompt", "", plain_lines, "the text to go on from, in quotes; --prompt=TEXT where "
+              "it begins with a dash")
+    text = ("text", f"{THIS.parent / 'corpus.txt'}", file_name, "a UTF-8 text")
+    command("train", train, ("text", None, file_name, "a UTF-8 text; default corpus.txt, or that "
+                             "of the training so far"),
+            ("out", "tinygpt.npz", file_name, "the model"),
+            ("log", None, file_name, "the curve of the training, as CSV"),
+            ("resume", False, None, "go on training the model in --out"),
+            *((key, None, option.check, f"{option.help} ({option.default})" if option.default is
+               not None else option.help) for key, option in OPTIONS.items()))
+    command("generate", run_generate, model, prompt, *CHOICE, ("tokens", 200, count, "to write"),
+            ("seed", 0, count, "another seed writes another text"))
+    command("look", run_look, model, prompt, *CHOICE)
+    command("demo", play_demos, ("list", False, None, "list the cards"),
+            ("changed", False, None, "say which print something else than golden/ has")
+            ).add_argument("names", nargs="*", metavar="NAME", help="a card's name or number")
+    command("blank", run_blank, ("out", None, file_name, "a new file; else to the screen")
+            ).add_argument("names", nargs="+", metavar="CARD", help="a card's name or number")
+    command("book", run_book, ("out", "tinygpt.html", file_name, "the page"))
+    command("bench", run_bench, text, ("scale", False, None, "how cost grows with T, B, L, d"))
+    command("gradcheck", run_gradcheck, ("samples", 20, count, "entries drawn from each array"),
+            ("seed", 0, count, "seed of model and entries"))
     return parser
-
-
-def parse(argv):
-    """The options; words that belong to none get a line that says what was probably meant."""
-    parser = build_parser()
-    if bare := [arg for arg in argv or sys.argv if re.fullmatch(r"--[\w-]+=--", arg)]:
-        parser.error(f"{bare[0]}: -- is no value")  # argparse would drop it
-    options, extra = parser.parse_known_args(argv)
-    options.choice = {key: getattr(options, key, None) for key in CHOICE}
-    if extra:
-        sub, word = getattr(options, "parser", parser), extra[0]
-        known = re.findall(r"--[\w-]+", sub.format_help()) if word.startswith("-") else []
-        near = difflib.get_close_matches(word, known, n=1)
-        sub.error(f"{word} belongs to no option" + (
-            f"; there is a {near[0]}" if near else
-            ": put quotes around a prompt of several words" if hasattr(options, "prompt") else
-            ": --text takes one file" if hasattr(options, "text") else ""))
-    return options
 
 
 def main(argv=None):
@@ -5536,24 +5395,17 @@ def main(argv=None):
         if getattr(sys, name) is None:              # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))
         if hasattr(getattr(sys, name), "reconfigure"):
-            getattr(sys, name).reconfigure(errors="stand-ins")
+            getattr(sys, name).reconfigure(errors="backslashreplace")   # for narrow consoles
     try:
         try:
-            options = parse(argv)
+            options = build_parser().parse_args(argv)
+            options.choice = {key: getattr(options, key, None) for key, *_ in CHOICE}
+            with np.errstate(all="ignore"):         # what is not finite is found and named
+                return int(options.run(options) or 0)
         finally:
-            sys.stdout.flush()                      # what --help has printed
-        if options.command is None:
-            print(TOUR, end="", flush=True)
-            return 0
-        with np.errstate(all="ignore"):             # what is not finite is found and named
-            code = options.run(options)
-        sys.stdout.flush()
-        return code
-    except BadInput as error:                       # any other error is ours, with its traceback
-        tell(f"tinygpt: {error}".replace("\n", "\\n"))
-        return 2
-    except MemoryError:
-        tell("tinygpt: the memory is too small for these sizes: make them smaller")
+            sys.stdout.flush()
+    except (BadInput, MemoryError) as error:        # any other error is ours, with its traceback
+        tell(f"tinygpt: {error or 'the memory is too small'}".replace("\n", "\\n"))
         return 2
     except KeyboardInterrupt:
         tell("tinygpt: interrupted")

@@ -1,8 +1,6 @@
 """The book against itself: order, numbers, tags, parts of a card, shapes, cells, Markdown."""
 import ast
-import builtins
 import contextlib
-import dis
 import io
 import re
 import sys
@@ -76,16 +74,6 @@ def test_lines_are_at_most_100_columns_wide():
     assert [i for i, line in enumerate(LINES, 1) if len(line) > 100] == []
 
 
-def test_functions_of_the_book_have_docstrings_that_name_no_other_card():
-    home = {name: card.n for card in CARDS for name in card.functions}
-    for node in ast.parse("\n".join(BOOK)).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("demo_"):
-            doc = ast.get_docstring(node)
-            assert doc, f"{node.name} has no docstring"
-            for a, b in re.findall(r"\(cards? (\d+)(?: (?:to|and) (\d+))?\)", doc):
-                assert int(a) <= home.get(node.name, int(a)) <= int(b or a), node.name
-
-
 def test_imports_are_the_standard_library_and_numpy():
     nodes = list(ast.walk(ast.parse(SOURCE)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -97,18 +85,6 @@ def test_the_header_for_script_runners_is_toml():
     block = re.match(r"# /// script\n((?:#(?: .*)?\n)+?)# ///\n", SOURCE)[1]
     header = tomllib.loads("".join(line[2:] + "\n" for line in block.splitlines()))
     assert header == {"requires-python": ">=3.11", "dependencies": ["numpy>=1.26"]}
-
-
-def test_every_global_name_exists():
-    def codes(code):
-        yield code
-        for const in (const for const in code.co_consts if hasattr(const, "co_code")):
-            yield from codes(const)
-    steps = [step for code in codes(compile(SOURCE, "tinygpt.py", "exec"))
-             for step in dis.get_instructions(code)]
-    used = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    made = {step.argval for step in steps if step.opname == "STORE_NAME"}
-    assert used - {*vars(t), *made, *dir(builtins)} <= {"__name__", "__annotations__"}
 
 
 def letters(config, B):

@@ -204,7 +204,7 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(damage, saved):
 
 def test_another_model_is_refused_naming_the_arrays(saved):
     rewrite(saved, "params/block1.wq.npy", {"params/block1.wz": np.zeros(3)})
-    refused(run("generate", "--model", saved), "lacking", "block1.wq", "unknown", "block1.wz")
+    refused(run("generate", "--model", saved), "block1.wq", "block1.wz", "not both")
 
 
 def test_a_model_of_other_code_loads_with_one_line(saved, monkeypatch):

@@ -1,4 +1,4 @@
-"""Each forward card read a second time, slowly, and the values that a reader may count on."""
+"""The values that a reader may count on; what the printed equations do not say is read slowly."""
 import math
 import random
 import sys
@@ -266,34 +266,18 @@ def test_each_epoch_has_every_window_once_with_its_targets_in_an_order_of_its_ow
 
 
 # Cards 11 to 44: operations and starting values
-def slow_linear(X, W, b):
-    return np.array([[b[j] + sum(row[k] * W[k, j] for k in range(len(W))) for j in range(len(b))]
-                     for row in X])
-
-
 def slow_softmax(row):
     e = [math.exp(z - max(row)) for z in row]
     return np.array([one / math.fsum(e) for one in e])
 
 
-def slow_layer_norm(X, gamma, beta):
-    Y = np.zeros(X.shape)
-    for r, row in enumerate(X):
-        mean = math.fsum(row) / len(row)
-        root = math.sqrt(math.fsum((x - mean) ** 2 for x in row) / len(row) + 1e-5)
-        Y[r] = [gamma[i] * (x - mean) / root + beta[i] for i, x in enumerate(row)]
-    return Y
-
-
-def test_operations_equal_the_slow_reading(rng, lead):
-    X, W, b, gamma, beta = (rand(rng, *s) for s in ((B * T, d), (d, F), (F,), (d,), (d,)))
-    close(Z := t.linear_forward(X, W, b), slow_linear(X, W, b))
-    close(t.relu_forward(frozen(Z)), [[z if z > 0 else 0 for z in row] for row in Z])
-    close(t.layer_norm_forward(X, gamma, beta)[0], slow_layer_norm(X, gamma, beta))
+def test_operations_treat_each_row_alone_and_cross_entropy_is_the_mean_over_all(rng, lead):
+    X, gamma, beta = (rand(rng, *s) for s in ((B * T, d), (d,), (d,)))
+    close(t.layer_norm_forward(X, gamma, beta)[0], np.concatenate(
+        [t.layer_norm_forward(row[None], gamma, beta)[0] for row in X]))
     for shape in ((V,), (T, V), (B, H, T, V)):
         z = rand(rng, *shape)
-        p = [slow_softmax(row) for row in z.reshape(-1, V)]
-        close(t.softmax_forward(z), np.reshape(p, shape))
+        close(t.softmax_forward(z), np.reshape([*map(slow_softmax, z.reshape(-1, V))], shape))
     logits, y = rand(rng, math.prod(lead) * T, V), rand_ids(rng, *lead, T)
     loss, P = t.cross_entropy_forward(logits, y)
     close(P, [slow_softmax(row) for row in logits])
@@ -372,38 +356,6 @@ def test_parameter_count_by_formula_and_the_first_loss_is_near_log_v(rng, config
 
 
 # Cards 24 to 46: the model
-def slow_attention(Xn, p):
-    """One window, head by head and query by query; later keys are never looked at."""
-    Q, K, M = (slow_linear(Xn, p["w" + name], p["b" + name]) for name in "qkv")
-    O = np.zeros(Q.shape)
-    for h, i in product(range(H), range(len(Xn))):
-        own = range(h * hs, (h + 1) * hs)                   # columns of head h
-        a = slow_softmax([sum(Q[i, c] * K[j, c] for c in own) / math.sqrt(hs)
-                          for j in range(i + 1)])
-        for c in own:
-            O[i, c] = sum(a[j] * M[j, c] for j in range(i + 1))
-    return slow_linear(O, p["wo"], p["bo"])
-
-
-def slow_ffn(Xn, p):
-    Z = slow_linear(Xn, p["ff1_w"], p["ff1_b"])
-    return slow_linear([[max(0.0, z) for z in row] for row in Z], p["ff2_w"], p["ff2_b"])
-
-
-def slow_block(X, p):
-    Xmid = X + slow_attention(slow_layer_norm(X, p["ln1_g"], p["ln1_b"]), p)
-    return Xmid + slow_ffn(slow_layer_norm(Xmid, p["ln2_g"], p["ln2_b"]), p)
-
-
-def slow_forward(params, ids):
-    E, P = params["tok_emb"], params["pos_emb"]
-    X = np.array([[E[v, j] + P[i, j] for j in range(d)] for i, v in enumerate(ids)])
-    for l in range(L):
-        X = slow_block(X, {name: params[f"block{l}.{name}"] for name in BLOCK_SHAPES})
-    Xf = slow_layer_norm(X, params["lnf_g"], params["lnf_b"])
-    return slow_linear(Xf, params["head_w"], params["head_b"])
-
-
 @pytest.mark.parametrize("heads", [1, 2, 3, d])
 def test_splitting_and_merging_heads(rng, lead, heads):
     M, width = rand(rng, math.prod(lead) * T, d), d // heads
@@ -418,32 +370,21 @@ def test_splitting_and_merging_heads(rng, lead, heads):
             t.split_heads(M, bad, T)
 
 
-def test_the_steps_of_attention_equal_the_slow_reading(rng, lead):
-    (Qh, Kh, Vh), (S, A) = (rand(rng, n, *(lead or (1,)), H, T, c) for n, c in ((3, hs), (2, T)))
-    dots, weights, mixed = t.scores(Qh, Kh), t.attention_weights(S), t.weighted_values(A, Vh)
-    for b, h, i in np.ndindex(S.shape[:-1]):
-        close(dots[b, h, i], [math.fsum(Qh[b, h, i] * Kh[b, h, j]) for j in range(T)])
-        close(mixed[b, h, i], sum(A[b, h, i, j] * Vh[b, h, j] for j in range(T)))
-        close(weights[b, h, i, :i + 1], slow_softmax(S[b, h, i, :i + 1]))
-        assert np.all(weights[b, h, i, i + 1:] == 0)
-    close(t.scaled_scores(Qh, Kh), dots / 2)                # √4, though the model is 12 wide
-    mask, by_hand = t.causal_mask(T, S.dtype), np.array([[0.0, 7.0], [math.log(1), math.log(4)]])
-    assert all(mask[i, j] == (0 if j <= i else -np.inf) for i, j in np.ndindex(T, T))
-    close(t.attention_weights(by_hand), [[1.0, 0.0], [0.2, 0.8]])
-
-
 @pytest.mark.parametrize("length", [1, 3, T, Tmax])
-def test_layers_and_model_equal_the_slow_reading_window_by_window(rng, lead, length):
+def test_a_batch_gives_what_its_windows_give_one_by_one(rng, length):
+    """One window is held to the printed equations, and to PyTorch, in files of their own."""
     params, p = rand_arrays(rng, SHAPES), rand_arrays(rng, BLOCK_SHAPES)
-    ids = rand_ids(rng, *lead, length)
-    X = rand(rng, ids.size, d)
-    Xs, windows = X.reshape(-1, length, d), ids.reshape(-1, length)
-    for (out, _), slow in (
-            (t.attention_forward(X, p, H, length), [slow_attention(Xw, p) for Xw in Xs]),
-            (t.ffn_forward(X, p), [slow_ffn(Xw, p) for Xw in Xs]),
-            (t.block_forward(X, p, H, length), [slow_block(Xw, p) for Xw in Xs]),
-            (t.forward(params, ids, CONFIG), [slow_forward(params, window) for window in windows])):
-        close(out, np.concatenate(slow), rtol=1e-10)
+    ids, X = rand_ids(rng, B, length), rand(rng, B * length, d)
+    for whole, each in (
+            (t.attention_forward(X, p, H, length),
+             lambda X, ids: t.attention_forward(X, p, H, len(X))),
+            (t.block_forward(X, p, H, length), lambda X, ids: t.block_forward(X, p, H, len(X))),
+            (t.forward(params, ids, CONFIG), lambda X, ids: t.forward(params, ids, CONFIG))):
+        windows = zip(X.reshape(B, length, d), ids)
+        close(whole[0], np.concatenate([each(*window)[0] for window in windows]), rtol=1e-10)
+    mask, scores = t.causal_mask(T, np.float64), np.array([[0.0, 7.0], [0.0, math.log(4)]])
+    assert all(mask[i, j] == (0 if j <= i else -np.inf) for i, j in np.ndindex(T, T))
+    close(t.attention_weights(scores), [[1.0, 0.0], [0.2, 0.8]])
 
 
 def test_changing_a_token_leaves_earlier_positions_alone_bit_for_bit(rng, lead):
@@ -556,21 +497,11 @@ def test_adamw_equals_the_slow_reading(rng, dtype, rtol, settings):
     assert optimizer.t == 5
 
 
-@pytest.mark.parametrize("gradients, values", [
-    ((0.3, -0.1, 0.2), (1.9860000003, 1.9780185484, 1.9680219132)), ([0], [1.996])])
-def test_adamw_by_hand(gradients, values):
-    params = dict(w=np.array([[2.0]]), b=np.array([2.0]))
-    optimizer = AdamW(params, weight_decay=0.2)
-    for g, value in zip(gradients, values):
-        optimizer.step(params, dict(w=np.array([[g]]), b=np.zeros(1)), 0.01)
-        assert params["w"].item() == pytest.approx(value, abs=1e-10) and params["b"].item() == 2.0
-
-
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 10 ** 6])
 @pytest.mark.parametrize("shapes", [
     dict(b=(3,), w=(2, 3), c=(2,), z=(3, 1), s=(1, 2, 2)), dict(w=(2, 3), z=(3, 1)), dict(b=(3,))])
 def test_long_arrays_give_bit_for_bit_what_adamw_gives(rng, monkeypatch, shapes, length):
-    monkeypatch.setattr(t.LongAdamW, "stretch", length)
+    monkeypatch.setattr(t, "STRETCH", length)
     start, results = rand_arrays(rng, shapes, np.float32), []
     for kind in (AdamW, t.LongAdamW):
         params = deepcopy(start)
@@ -598,8 +529,7 @@ def test_what_serves_speed_can_stand_in_for_what_the_book_says(monkeypatch, caps
 
 @pytest.mark.parametrize("a, b, limit, norm, factor", [
     ([2, -3], 6, 3.5, 7, 0.5), ([2, -3], 6, 7, 7, 1), ([2, -3], 6, 8, 7, 1),
-    ([2, -3], 6, math.inf, 7, 1), ([0] * 3, 0, 1, 0, 1), ([3e19] * 3, 3e19, 1, 6e19, 1 / 6e19),
-    ([1e-23] * 3, 1e-23, 1, 2e-23, 1), ([1, -2, 4], -10, 0.33, 11, 0.03)])
+    ([2, -3], 6, math.inf, 7, 1), ([0] * 3, 0, 1, 0, 1), ([1, -2, 4], -10, 0.33, 11, 0.03)])
 def test_clipping_uses_one_norm_for_all_arrays_and_never_scales_up(a, b, limit, norm, factor):
     for dtype in (np.float32, np.float64):
         grads = dict(a=np.array(a, dtype), b=np.array([[b]], dtype))
