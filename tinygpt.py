@@ -3308,7 +3308,7 @@ class AdamW:
 def demo_adamw():
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
     opt = AdamW(params)
-    print("β1 = 0.9, β2 = 0.99, λ = 0.1, η = 0.01; a matrix and a bias, both 2 at first")
+    print("β1 = 0.9, β2 = 0.99, ε = 1e-8, λ = 0.1, η = 0.01; a matrix and a bias, both 2")
     print(" t     g         m         v      mhat      vhat   u (50.5)    matrix      bias")
     for g in (0.3, -0.1, 0.2):
         opt.step(params, {"matrix": np.array([[g]]), "bias": np.array([g])}, lr=0.01)
@@ -3317,7 +3317,7 @@ def demo_adamw():
         row = m, v, mhat, vhat, mhat / math.sqrt(vhat), params["matrix"][0, 0], params["bias"][0]
         print(f"{opt.t:2}{g:6.1f}" + "".join(f"{x:10.6f}" for x in row))
     print("first step: matrix 2 - 0.01 * (1 + 0.1 * 2) = 1.988, bias 2 - 0.01 * 1 = 1.99")
-    print("100 gradients: 1; 0.001; 1 and -1 in turn; 1e-8, which is ε; 0; 1 but 100 at t = 90")
+    print("after 100 steps with g = 1; 0.001; 1 and -1 in turn; ε; 0; 1, but 100 at t = 90:")
     params = {"bias": np.zeros(6)}
     opt = AdamW(params)
     for t in range(1, 101):
@@ -3411,7 +3411,6 @@ def demo_schedule():
     for t in (1, 2, 3, 4, 6, 7, 10, 13, 14, 16, 20):
         rate = lr_schedule(t, 0.01, 0.001, 4, 16)
         print(f"t = {t:2}  η = {rate:.6f}  {'#' * round(4000 * rate)}")
-    print("halfway down, t = 10: frac = 6/12, η = 0.001 + 0.5 * 0.009 * (1 + 0) = 0.0055")
     print(f"no warm-up: the first of 16 steps has η = {lr_schedule(1, 0.01, 0.001, 0, 16):.6f}")
 
 if __name__ == "__main__": demo(demo_schedule)
@@ -3449,10 +3448,7 @@ if __name__ == "__main__": demo(demo_schedule)
 # equal as `np.array_split` can make them (gradient accumulation). The means of a part get its share
 # of the batch, its number of windows divided by B: with parts of one window, 1/B.
 #
-# Shapes at the default sizes:
-#
-#     xb (B, T) = (16, 16)
-#     yb (B, T) = (16, 16)
+# Shapes at the default sizes:  xb (B, T) = (16, 16), yb (B, T) = (16, 16).
 
 # %%
 def batch_loss_and_grads(params, xb, yb, config, parts=1):
@@ -3522,10 +3518,7 @@ if __name__ == "__main__": demo(demo_step_counts)
 # M is the number of validation windows. All have the same length, so this mean of means is also the
 # mean over all positions. Going window by window takes little memory.
 #
-# Shapes at the default sizes:
-#
-#     x (M, T) = (M, 16)
-#     y (M, T) = (M, 16)
+# Shapes at the default sizes:  x (M, T) = (M, 16), y (M, T) = (M, 16).
 
 # %%
 def validation_loss(params, x, y, config):
@@ -3560,8 +3553,8 @@ if __name__ == "__main__": demo(demo_validation_loss)
 # next epoch begins, in a new order. A loss or a norm that is not finite means that training has
 # diverged. Going on would spoil the parameters, so the loop stops before it takes that step.
 #
-# The demo trains a model with two blocks for 20 steps, on a text of 15 words that comes three
-# times. Then the model goes on from `the`, as chapter 10 explains.
+# The demo trains a model with two blocks on a text of 15 words that comes three times. Then the
+# model goes on from `the`, as chapter 10 explains.
 
 # %%
 def epoch_after_epoch(x, y, batch, rng):
@@ -3594,16 +3587,16 @@ def demo_training():
     x, y = make_windows(train_ids, 6, stride=2)
     validation = make_windows(val_ids, 6, stride=6)
     params = init_params(config, np.random.default_rng([3, 0]), np.float64)
-    print(f"{config}\n{count_params(params)} parameters; {len(train_ids)} ids make {len(x)} windows"
-          f" (stride 2), B = 5; {len(val_ids)} held out make {len(validation[0])} (stride 6)")
+    print(f"V = {config.vocab_size}, T = 6, Tmax = 8, d = 12, H = 3, F = 20, L = 2: "
+          f"{count_params(params)} parameters\n{len(train_ids)} ids, {len(x)} windows (stride 2),"
+          f" B = 5; held out {len(val_ids)} ids, {len(validation[0])} windows (stride 6)")
     print("β1 = 0.9, β2 = 0.99, λ = 0.1, c = 1, η up to 0.06 in 4 steps, then down to 0.006")
     batches = epoch_after_epoch(x, y, 5, np.random.default_rng([3, 1]))
     schedule = lambda t: lr_schedule(t, 0.06, 0.006, 4, 20)
     print("step    loss       lr     norm before clipping")
-    for t, loss, lr, norm in training_steps(params, batches, config, AdamW(params), schedule, 1.0):
+    steps = training_steps(params, batches, config, AdamW(params), schedule, 1.0)
+    for _, (t, loss, lr, norm) in zip(range(20), steps):
         print(f"{t:4}{loss:9.4f}{lr:9.5f}{norm:9.4f}")
-        if t == 20:
-            break
     print(f"validation loss {validation_loss(params, *validation, config):.4f}")
     ids = tokenizer.encode("the")
     for _ in range(16):                             # as in card 61, the likeliest token each time
@@ -3626,8 +3619,7 @@ if __name__ == "__main__": demo(demo_training)
 # ## Chapter 10. Generation
 #
 # The trained model says how likely each token is to come next. To write, choose one, put it at the
-# end, and ask again. Five cards are about the choice, the last one about the loop. Logits come in
-# float32; choosing is done in float64.
+# end, and ask again. Logits come in float32; choosing is done in float64.
 
 # %% [markdown]
 # ### 56. Greedy guard
@@ -3776,8 +3768,9 @@ def demo_top_p():
     for top_p in (0.5, 0.51, 0.76, 1.0):
         show(f"top_p {top_p}", keep_top_p(p, top_p))
     print("0.76 needs a third token; of the two equal ones the lower id comes first")
-    kept = keep_top_p(np.full(20, 0.05), 0.4).nonzero()[0].tolist()
-    print(f"of 20 tokens with 0.05 each, top_p 0.4 keeps {kept}, in spite of rounding")
+    p = np.array([0.02] * 10 + [0.05] * 16)
+    kept = [i for i, q_i in enumerate(keep_top_p(p, 0.4)) if q_i > 0]
+    print(f"ten 0.02, then sixteen 0.05: top_p 0.4 keeps {kept}")
 
 if __name__ == "__main__": demo(demo_top_p)
 
@@ -3806,10 +3799,7 @@ if __name__ == "__main__": demo(demo_top_p)
 
 # %%
 def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """p (V,) of the logits (V,) after temperature, top-k and top-p (cards 56 to 60).
-
-    ValueError for a choice outside its range, or logits with nan, +inf or nothing finite.
-    """
+    """p (V,) of the logits (V,) after temperature, top-k and top-p (cards 56 to 60)."""
     logits = np.asarray(logits, np.float64)                                 # (V,)
     if not 0 <= temperature < math.inf:
         raise BadInput(f"temperature must be 0 or more and finite, got {temperature}")
@@ -3843,6 +3833,8 @@ def demo_random_choice():
     show("τ 2, k 2", next_probabilities(logits, temperature=2, top_k=2))
     show("and p 0.55", next_probabilities(logits, temperature=2, top_k=2, top_p=0.55))
     show("τ 0", next_probabilities(logits, temperature=0))
+    print("the lowest temperature that is not greedy, for the logits 1 and 1.000001:")
+    show("τ 1e-6", next_probabilities([1.0, 1.000001], temperature=1e-6))
     refused(next_probabilities, [0.0, math.nan])
 
 if __name__ == "__main__": demo(demo_random_choice)
@@ -4046,11 +4038,10 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   same step. For β2 = 0.999, √v = 0.0316 |g|: the first step is 3.16 times as long.
 #
 # - **8b.** Golden files that change: 18, 46, 49 to 51, 53. The gradients are too large by a factor,
-#   the number of positions that go through the model at once: B T, or less where a batch is worked
-#   on in parts, so in card 53 the parts no longer agree. AdamW divides m by the root of v, where a
-#   common factor cancels, and the demo of card 61 does not clip; so its training looks healthy. But
-#   the norm of 51.1 has that factor too, and a limit c that only the largest gradients should reach
-#   now cuts them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20
+#   the number of positions that go through the model at once; so in card 53 the parts no longer
+#   agree. AdamW divides m by the root of v, where the factor cancels, and the demo of card 61 does
+#   not clip; so its training looks healthy. But a limit c that only the largest gradients should
+#   reach now cuts them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20
 #   steps, and now in all. The gradient check tells at once.
 #
 # - **9a.** (2.5440 + 4.1966)/2 = 3.3703 and (2.9195 + 2.9500 + 2.9260)/3 = 2.9318; their mean is
