@@ -3005,21 +3005,22 @@ def check_model(seed, samples):
 # ## Chapter 8. Optimizer
 #
 # The gradient says in which direction the loss rises. To lower it, each parameter takes a small
-# step the other way, again and again. How large a step? In this chapter t counts steps, from 1.
+# step the other way, again and again. How large a step? Here t counts steps, from 1.
 
 # %% [markdown]
 # ### 50. AdamW update
 #
 # The plain rule, θ ← θ - η g for each parameter θ with its gradient g, is called stochastic
-# gradient descent, since each gradient comes from a random batch. It has one step size η for all,
-# the learning rate. But some gradients are a thousand times larger than others, and each batch
-# gives a noisy one. Adam keeps two running means for each number, called its moments: m of its
-# gradient, which smooths the noise, and v of its squared gradient, which measures its usual size.
-# The step is η times m over the root of v. So it is about η for a number whose gradient stays the
+# gradient descent, since each gradient comes from a random batch. One step size η, the learning
+# rate, serves all. But some gradients are a thousand times larger than others, and each batch gives
+# a noisy one. So Adam keeps two running means for each number, its first and second moment: m of
+# its gradient, which smooths the noise, and v of its squared gradient, which measures its usual
+# size. The step is η times m over the root of v: about η for a number whose gradient stays the
 # same, be it large or small, and much less for one whose gradient keeps changing sign.
 #
 # A running mean keeps a share β of its old value and takes 1 - β of the new one, so older gradients
-# fade: an exponential moving average. β1 is usually 0.9 and β2 between 0.95 and 0.999.
+# fade: an exponential moving average. Nearly two thirds of its weight lie on the last 1/(1 - β)
+# gradients, 10 for β1 = 0.9 and 100 for β2 = 0.99, the defaults; β2 is often 0.95 or 0.999.
 #
 #     m_t = β1 m_(t-1) + (1 - β1) g_t                                                    (50.1)
 #     v_t = β2 v_(t-1) + (1 - β2) g²_t                                                   (50.2)
@@ -3033,22 +3034,22 @@ def check_model(seed, samples):
 #     vhat_t = v_t / (1 - β2^t)                                                          (50.4)
 #     u_t = mhat_t / (√vhat_t + ε)                                                       (50.5)
 #
-# ε, 1e-8, keeps a number whose gradient was always 0 from a division 0/0. Where √vhat is not far
-# above ε, the step is shorter than said above.
+# ε, 1e-8, keeps a number whose gradient was 0 in each step from a division 0/0; where √vhat is not
+# far above it, the step is shorter. (The β and the ε of card 20 are other numbers.)
 #
 # The W in AdamW is weight decay: each step also shrinks the weights a little, λ says how much, so
-# that those which the data does not need fade away. What works against learning by heart, as this
-# does, is called regularisation. It stands beside the Adam term, decoupled from it: inside the
-# gradient, the division by √vhat would make it weak for numbers with large gradients.
+# that those which the data does not need fade away. What works against learning by heart is called
+# regularisation, and this does. It is not put into the gradient: there the division by √vhat would
+# make it weak for numbers with large gradients and strong for those with small ones.
 #
 #     u_t ← u_t + λ θ_(t-1)   only in arrays of two or more axes                         (50.6)
 #     θ_t = θ_(t-1) - η_t u_t                                                            (50.7)
 #
-# η_t is the learning rate of this step, η(t) in card 52. Only matrices decay, both tables included,
-# even rows that get no gradient. A bias or a gain is one number for a whole column and cannot learn
+# η_t is the learning rate of this step, η(t) in card 52. Only matrices decay, and of both tables
+# even rows that no window uses. A bias or a gain is one number for a whole column and cannot learn
 # a text by heart, and pulling a gain towards 0 would silence its feature.
 #
-# In code, 50.1 reads m + (1 - β1)(g - m), the same with the brackets multiplied out, and 50.2
+# In code 50.1 reads m + (1 - β1)(g - m), the same with the brackets multiplied out, and 50.2
 # likewise. The arrays in `params` are changed themselves, not replaced.
 #
 # Shapes at the default sizes, and in the running example; head_w decays and head_b does not:
@@ -3083,40 +3084,28 @@ class AdamW:
 
 def demo_adamw():
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
-    opt = AdamW(params, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.2)
-    print("η = 0.01, β1 = 0.9, β2 = 0.99, λ = 0.2; a matrix and a bias, both 2 at first")
-    print(" t     g        m         v    mhat     vhat       u    matrix      bias")
+    opt = AdamW(params)
+    print("β1 = 0.9, β2 = 0.99, ε = 1e-8, λ = 0.1, η = 0.01; a matrix and a bias, both 2")
+    print(" t     g         m         v      mhat      vhat   u (50.5)    matrix      bias")
     for g in (0.3, -0.1, 0.2):
         opt.step(params, {"matrix": np.array([[g]]), "bias": np.array([g])}, lr=0.01)
-        m, v = opt.m["bias"].item(), opt.v["bias"].item()
+        m, v = opt.m["bias"][0], opt.v["bias"][0]
         mhat, vhat = m / (1 - 0.9 ** opt.t), v / (1 - 0.99 ** opt.t)
-        print(f"{opt.t:2}{g:6.1f}{m:9.4f}{v:10.6f}{mhat:8.4f}{vhat:9.5f}"
-              f"{mhat / math.sqrt(vhat):8.4f}{params['matrix'].item():10.5f}"
-              f"{params['bias'].item():10.5f}")
-    print("first step: matrix 2 - 0.01 * (1 + 0.2 * 2) = 1.986, bias 2 - 0.01 * 1 = 1.99")
-    params = {"w": np.array([[1.0, -2.0, 0.5, 4.0]])}
-    g = {"w": np.array([[0.4, -0.2, 0.0, 1e-8]])}
-    AdamW(params, beta1=0.5, beta2=0.8, eps=0.1, weight_decay=0.0).step(params, g, lr=0.1)
-    print("w = 1, -2, 0.5, 4, g = 0.4, -0.2, 0, 1e-8, η = 0.1; a first step, ε = 0.1, λ = 0")
-    print("is 0.1 g / (|g| + 0.1); a first step with g again, with the usual ε = 1e-8")
-    print("and λ = 0.1, is 0.1 (g / (|g| + 1e-8) + 0.1 w); w after each:")
-    show("", params["w"])
-    AdamW(params).step(params, g, lr=0.1)
-    show("", params["w"])
-    print("β1 0.9, β2 0.99: u after 100 gradients of 1, of 0.001, of 1 and -1 in turn:")
-    opt, theta = AdamW({"w": np.zeros(3)}, weight_decay=0.0), {"w": np.zeros(3)}
-    for t in range(100):
-        opt.step(theta, {"w": np.array([1.0, 0.001, (-1.0) ** t])}, lr=0.0)
-    mhat, vhat = opt.m["w"] / (1 - 0.9 ** 100), opt.v["w"] / (1 - 0.99 ** 100)
-    show("u", mhat / (np.sqrt(vhat) + 1e-8))
+        row = m, v, mhat, vhat, mhat / math.sqrt(vhat), params["matrix"][0, 0], params["bias"][0]
+        print(f"{opt.t:2}{g:6.1f}" + "".join(f"{x:10.6f}" for x in row))
+    print("first step: matrix 2 - 0.01 * (1 + 0.1 * 2) = 1.988, bias 2 - 0.01 * 1 = 1.99")
+    print("after 100 steps with g = 1; 0.001; 1 and -1 in turn; ε; 0; 1, but 100 at t = 90:")
+    params = {"bias": np.zeros(6)}
+    opt = AdamW(params)
+    for t in range(1, 101):
+        g = np.array([1.0, 0.001, -(-1.0) ** t, 1e-8, 0.0, 100.0 if t == 90 else 1.0])
+        opt.step(params, {"bias": g}, lr=1.0 if t == 100 else 0.0)
+    show("u", -params["bias"])
     e = example(50)
-    before = e.params["head_b"][e.y].copy()
-    AdamW(e.params, weight_decay=0.1).step(e.params, e.grads, lr=0.05)
-    show("targets y", e.y)
-    show("d head_b", e.grads["head_b"][e.y])
-    show("head_b", before)
-    show("after", e.params["head_b"][e.y])
-    print("a first step with η = 0.05")
+    AdamW(e.params).step(e.params, e.grads, lr=0.05)
+    print("the head_b of demo 45 after a first step with η = 0.05:")
+    show("d head_b", e.grads["head_b"])
+    show("head_b", e.params["head_b"])
 
 if __name__ == "__main__": demo(demo_adamw)
 
@@ -3125,24 +3114,24 @@ if __name__ == "__main__": demo(demo_adamw)
 #
 # Now and then a batch gives a gradient far larger than usual. It fills both running means of card
 # 50: m then points its way for many steps, and v stays so large that the steps after them are too
-# small. So the gradients of all arrays are taken as one long vector, and where that is longer than
-# a limit c, it is shortened to length c. Its direction stays. The program's limit is 1, the usual
-# value. In its default run hardly a step reaches it at first; late in the run most steps are
-# shortened a little.
+# small (see the last u of its demo). So all gradients together are taken as one long vector, and
+# where that is longer than a limit c, it is shortened to length c. Its direction stays. The
+# program's limit is 1, the usual value. In its default run hardly a step reaches it at first; late
+# in the run, when the model is surer of itself, most steps are shortened a little.
 #
 #     ‖g‖ = √(∑_k ∑_i g²_ki)                                                             (51.1)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
 #
-# k runs over the arrays, each under its name, its key; i runs over all entries of an array. One
-# norm serves all: clipping by global norm. A norm that is not finite is returned as it is and
-# nothing is scaled; it is the caller's sign to stop (see the training loop at the end of chapter
-# 9).
+# k runs over the arrays, each under its name, its key; i over all entries of an array. One norm
+# serves all, clipping by global norm: clipping each array by itself would change the direction.
+# Where the norm is not finite, nothing is scaled; it is the caller's sign to stop (see the training
+# loop at the end of chapter 9). In code `np.vdot(g, g)` is the sum of the squares of g.
 #
 # Shapes: values change, shapes do not.
 
 # %%
 def clip_grad_norm(grads, max_norm):
-    """The norm of all gradients before clipping, a float; scales them in place (card 51)."""
+    """The norm of all gradients before clipping; scales them in place (card 51)."""
     if not max_norm > 0:
         raise BadInput(f"the largest norm must be above 0, got {max_norm}")
     norm = math.sqrt(sum(np.vdot(g, g) for g in grads.values()))            #         (51.1)
@@ -3153,22 +3142,15 @@ def clip_grad_norm(grads, max_norm):
 
 
 def demo_clipping():
-    for c in (3.5, 7.0, 8.0):
-        grads = {"a": np.array([2.0, -3.0]), "b": np.array([[6.0]])}
-        print(f"a = 2 -3, b = 6, c = {c}: norm √(2² + 3² + 6²) = {clip_grad_norm(grads, c):.4f}")
-        show("a", grads["a"])
-        show("b", grads["b"])
-    print("u with gradients of 1, after one of 100 at step 200: 10, 50 and 300 steps later")
-    opt, theta = AdamW({"w": np.zeros(1)}, weight_decay=0.0), {"w": np.zeros(1)}
-    for t in range(1, 501):
-        opt.step(theta, {"w": np.array([100.0 if t == 200 else 1.0])}, lr=0.0)
-        if t in (210, 250, 500):
-            print(f"t = {t}: u = {opt.m['w'][0] / math.sqrt(opt.v['w'][0] / (1 - 0.99 ** t)):.4f}")
-    e = example(51)
-    norm = clip_grad_norm(e.grads, 1.0)
-    print(f"the running example: norm {norm:.4f}, clipped to 1; d head_b of demo 46 becomes")
-    show("", e.grads["head_b"])
-    print(f"norm of all gradients together now: {clip_grad_norm(e.grads, 2.0):.4f}")
+    for b, c in ((6.0, 3.5), (6.0, 7.0), (6.0, 8.0), (math.inf, 8.0)):
+        grads = {"a": np.array([2.0, -3.0]), "b": np.array([[b]])}
+        norm = clip_grad_norm(grads, c)
+        print(f"a = 2 -3, b = {b}, c = {c}: norm √(2² + 3² + b²) = {norm:.4f}, then")
+        show("a and b", [*grads["a"], *grads["b"][0]])
+    grads = {name: example(51).grads[name] for name in ("head_b", "block0.wq")}
+    print(f"d head_b, d b0 wq of demo 46: norm {clip_grad_norm(grads, 0.2):.4f}, c = 0.2, then")
+    show("d head_b", grads["head_b"])
+    show("d b0 wq", grads["block0.wq"])
 
 if __name__ == "__main__": demo(demo_clipping)
 
@@ -3176,19 +3158,17 @@ if __name__ == "__main__": demo(demo_clipping)
 # ### 52. Learning-rate schedule
 #
 # Large steps early, small steps late: first to get somewhere, then to settle. At the very start,
-# though, every prediction is wrong alike, the gradients of the first batches point much the same
-# way, and Adam answers with steps of full length. So the rate first rises in a straight line, the
-# warm-up. Then it falls along half a cosine wave, which is flat at both ends: cosine decay with
-# linear warm-up. ηmax is the highest rate and ηmin the last, t_warm the number of steps of the
-# warm-up.
+# though, the gradients of the first batches point much the same way, since every prediction is
+# wrong alike, and Adam answers with steps of full length. So the rate first rises in a straight
+# line, the warm-up of t_warm steps, to ηmax. Then it falls along half a cosine wave, flat at both
+# ends, to ηmin at the last step, t_total: cosine decay.
 #
 #     η(t) = ηmax · t / t_warm,  t ≤ t_warm                                              (52.1)
 #     frac = (t - t_warm) / (t_total - t_warm),  t > t_warm                              (52.2)
 #     η(t) = ηmin + (1/2)(ηmax - ηmin)(1 + cos(π frac)),  t_warm < t ≤ t_total           (52.3)
 #
-# Both pieces give ηmax at t = t_warm, and where t_warm < t_total, the last step has ηmin. Steps
-# count from 1, so with a warm-up the first rate is ηmax / t_warm, and no step is wasted at rate 0.
-# The cosine would rise again after t_total; there the rate stays at ηmin.
+# Both pieces give ηmax at t = t_warm. The first step of a warm-up has ηmax / t_warm, so none is
+# wasted at rate 0. The cosine would rise again after t_total; there the rate stays at ηmin.
 #
 # Shapes: numbers.
 
@@ -3207,8 +3187,7 @@ def demo_schedule():
     print("ηmax = 0.01, ηmin = 0.001, t_warm = 4, t_total = 16")
     for t in (1, 2, 3, 4, 6, 7, 10, 13, 14, 16, 20):
         rate = lr_schedule(t, 0.01, 0.001, 4, 16)
-        print(f"t = {t:2}  η = {rate:.6f}  {'#' * math.floor(4000 * rate + 0.5)}")
-    print("t = 10: frac = 6/12, η = 0.001 + 0.5 * 0.009 * (1 + 0) = 0.0055")
+        print(f"t = {t:2}  η = {rate:.6f}  {'#' * round(4000 * rate)}")
     print(f"no warm-up: the first of 16 steps has η = {lr_schedule(1, 0.01, 0.001, 0, 16):.6f}")
 
 if __name__ == "__main__": demo(demo_schedule)
@@ -3226,8 +3205,7 @@ if __name__ == "__main__": demo(demo_schedule)
 # %% [markdown]
 # ## Chapter 9. Training
 #
-# All parts are there: tasks, loss, gradients, an optimizer. Training is a loop over them. This
-# chapter has its three pieces of arithmetic, and then the loop.
+# All parts are there. Training is a loop over them; three pieces of its arithmetic come first.
 
 # %% [markdown]
 # ### 53. Mini-batch loss and gradient
@@ -3244,21 +3222,14 @@ if __name__ == "__main__": demo(demo_schedule)
 #
 # g(i)_k is the gradient of window i for the array with key k. `loss_and_grads` takes a whole batch
 # and gives its means at once. A batch that is too large for the memory is worked on in parts, as
-# equal as can be, and the results are accumulated (gradient accumulation): the means of a part get
-# its share of the batch, its number of windows divided by B. Parts of one window are 53.2 and 53.3
-# to the letter.
+# equal as `np.array_split` can make them (gradient accumulation). The means of a part get its share
+# of the batch, its number of windows divided by B: with parts of one window, 1/B.
 #
-# Shapes at the default sizes:
-#
-#     xb (B, T) = (16, 16)
-#     yb (B, T) = (16, 16)
+# Shapes at the default sizes:  xb (B, T) = (16, 16), yb (B, T) = (16, 16).
 
 # %%
 def batch_loss_and_grads(params, xb, yb, config, parts=1):
-    """Mean loss and gradients over the windows xb, yb (B, T), worked on in parts (card 53).
-
-    ValueError for no windows.
-    """
+    """Mean loss and gradients over the windows xb, yb (B, T); ValueError for none (card 53)."""
     B = len(xb)                                                             #         (53.1)
     loss, gbar = 0.0, {k: np.zeros_like(theta) for k, theta in params.items()}
     for x, y in zip(np.array_split(xb, parts), np.array_split(yb, parts)):
@@ -3271,16 +3242,15 @@ def batch_loss_and_grads(params, xb, yb, config, parts=1):
 
 def demo_mini_batch():
     e = example(53)
-    one = [loss_and_grads(e.params, x, y, e.config) for x, y in zip(e.xs, e.ys)]
-    for i, (loss, grads) in enumerate(one):
-        print(f"window {i}  x {e.xs[i].tolist()}  y {e.ys[i].tolist()}  loss {loss:.4f}")
+    losses = []
+    for i, (x, y) in enumerate(zip(e.xs, e.ys)):
+        loss, grads = loss_and_grads(e.params, x, y, e.config)
+        losses.append(f"{loss:.4f}")
+        print(f"window {i}  x {x.tolist()}  y {y.tolist()}  loss {loss:.4f}")
         show("d bo", grads["block0.bo"])
-    loss, grads = batch_loss_and_grads(e.params, e.xs, e.ys, e.config)
-    losses = [number(loss_i, 4) for loss_i, _ in one]
-    print(f"batch     loss ({' + '.join(losses)}) / {len(one)} = {loss:.4f}")
-    for parts in (1, 5, 2):
+    for parts in (1, 2, 5):
         loss, grads = batch_loss_and_grads(e.params, e.xs, e.ys, e.config, parts)
-        print(f"parts: {parts}, loss {loss:.4f}")
+        print(f"batch, parts: {parts}  loss ({' + '.join(losses)}) / {len(losses)} = {loss:.4f}")
         show("d bo", grads["block0.bo"])
 
 if __name__ == "__main__": demo(demo_mini_batch)
@@ -3288,8 +3258,8 @@ if __name__ == "__main__": demo(demo_mini_batch)
 # %% [markdown]
 # ### 54. Step counts
 #
-# The schedule of card 52 must know how many steps there will be, t_total. One step is one batch, so
-# an epoch takes windows / B steps, rounded up as in card 9.
+# The schedule of card 52 must know how many steps there will be, its t_total. One step is one
+# batch, so an epoch takes windows / B steps, rounded up as in card 9.
 #
 #     steps_per_epoch = ⌈windows / B⌉                                                    (54.1)
 #     total_steps = epochs · steps_per_epoch                                             (54.2)
@@ -3306,10 +3276,9 @@ def step_counts(windows, batch, epochs):
 
 def demo_step_counts():
     print("windows    B  epochs   windows / B   steps per epoch   total steps")
-    for windows, batch, epochs in ((len(example(54).xs), 2, 3), (3, 8, 5), (1000, 16, 10)):
+    for windows, batch, epochs in ((5, 2, 3), (3, 8, 5), (1000, 16, 10)):
         per_epoch, total = step_counts(windows, batch, epochs)
         print(f"{windows:7}{batch:5}{epochs:8}{windows / batch:14.2f}{per_epoch:18}{total:14}")
-    print("the first row is the running example")
 
 if __name__ == "__main__": demo(demo_step_counts)
 
@@ -3324,23 +3293,20 @@ if __name__ == "__main__": demo(demo_step_counts)
 #     val_loss = (1/M) ∑_j loss_j,  j = 1, ..., M                                        (55.1)
 #
 # M is the number of validation windows. All have the same length, so this mean of means is also the
-# mean over all positions. The windows are worked on in parts, as in card 53, of at most 8.
+# mean over all positions. Going window by window takes little memory.
 #
-# Shapes at the default sizes:
-#
-#     x (M, T) = (M, 16)
-#     y (M, T) = (M, 16)
+# Shapes at the default sizes:  x (M, T) = (M, 16), y (M, T) = (M, 16).
 
 # %%
 def validation_loss(params, x, y, config):
     """Mean loss over the windows x, y (M, T), a float; ValueError for none (card 55)."""
-    M = len(x)
+    M, val_loss = len(x), 0.0
     if M == 0:
         raise BadInput("the validation loss needs one window or more, got none")
-    val_loss, parts = 0.0, -(-M // 8)
-    for xj, yj in zip(np.array_split(x, parts), np.array_split(y, parts)):
-        logits, _ = forward(params, xj, config)                             # (T, V)
-        val_loss += cross_entropy_forward(logits, yj)[0] * (len(xj) / M)    #         (55.1)
+    for x_j, y_j in zip(x, y):
+        logits, _ = forward(params, x_j, config)                            # (T, V)
+        loss_j, _ = cross_entropy_forward(logits, y_j)
+        val_loss += loss_j / M                                              #         (55.1)
     return val_loss
 
 
@@ -3348,10 +3314,9 @@ def demo_validation_loss():
     e = example(55)
     x, y = make_windows(e.val_ids, 3, stride=1)
     print(f"held-out ids {e.val_ids.tolist()}, stride 1: {len(x)} windows")
-    losses = [cross_entropy_forward(forward(e.params, row, e.config)[0], target)[0]
-              for row, target in zip(x, y)]
-    for row, target, loss in zip(x, y, losses):
-        print(f"x {row.tolist()}  y {target.tolist()}  loss {loss:.4f}")
+    losses = [validation_loss(e.params, x[j:j + 1], y[j:j + 1], e.config) for j in range(len(x))]
+    for x_j, y_j, loss in zip(x, y, losses):
+        print(f"x {x_j.tolist()}  y {y_j.tolist()}  loss {loss:.4f}")
     print(f"({' + '.join(number(loss, 4) for loss in losses)}) / {len(losses)} = "
           f"{validation_loss(e.params, x, y, e.config):.4f}")
 
@@ -3360,16 +3325,13 @@ if __name__ == "__main__": demo(demo_validation_loss)
 # %% [markdown]
 # ### The training loop
 #
-# Here is what it all comes to. A batch gives a loss and gradients. The gradients are clipped, the
-# schedule says how long the step is, the optimizer takes it. When all windows have been seen, the
-# next epoch begins, in a new order.
+# A batch gives a loss and gradients. The gradients are clipped (card 51), the schedule says how
+# long the step is (card 52), the optimizer takes it (card 50). When all windows have been seen, the
+# next epoch begins, in a new order. A loss or a norm that is not finite means that training has
+# diverged. Going on would spoil the parameters, so the loop stops before it takes that step.
 #
-# A loss or a norm that is not finite means that training has diverged. Going on would spoil the
-# parameters, so the loop stops before it takes that step.
-#
-# The demo trains a model with two blocks in float64 for 20 steps, on a text of 15 words that comes
-# three times; the norm that it prints is the one before clipping. Then the model goes on from
-# `the`, as chapter 10 explains.
+# The demo trains a model with two blocks on a text of 15 words that comes three times. Then the
+# model goes on from `the`, as chapter 10 explains.
 
 # %%
 def epoch_after_epoch(x, y, batch, rng):
@@ -3379,10 +3341,9 @@ def epoch_after_epoch(x, y, batch, rng):
 
 
 def training_steps(params, batches, config, optimizer, schedule, max_norm):
-    """Take a step for each of the batches; yield t, loss, lr and norm after it.
+    """Take a step for each batch; yield its t, loss, lr and norm, the one before clipping.
 
-    schedule(t) is the learning rate of step t, max_norm the limit of card 51. FloatingPointError
-    where the loss or the norm is not finite; the parameters are then those before that step.
+    FloatingPointError where loss or norm is not finite; params are then those before that step.
     """
     for xb, yb in batches:
         loss, grads = batch_loss_and_grads(params, xb, yb, config)
@@ -3399,27 +3360,24 @@ def demo_training():
     text = "the hen sat in the sun. the sun set. the hen ran to the den. " * 3
     tokenizer = build_tokenizer(text, 12)
     train_ids, val_ids = split_ids(tokenizer.encode(text), 0.2)
-    config = ModelConfig(len(tokenizer.itos), context=6, max_context=8, width=12, heads=3,
-                         hidden=20, layers=2)
-    x, y = make_windows(train_ids, config.context, stride=2)
-    val_x, val_y = make_windows(val_ids, config.context, stride=config.context)
-    params = init_params(config, np.random.default_rng([1, 0]), np.float64)
-    print(f"V = {config.vocab_size}, {count_params(params)} parameters, {len(x)} windows in batches"
-          f" of 5, {len(val_x)} held out")
-    print("β1 = 0.9, β2 = 0.95, λ = 0.1, c = 1, η up to 0.03 in 4 steps, then down to 0.003")
-    optimizer = AdamW(params, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    schedule = lambda t: lr_schedule(t, 0.03, 0.003, 4, 20)
-    batches = epoch_after_epoch(x, y, 5, np.random.default_rng([1, 1]))
-    print("step    loss       lr     norm")
-    for t, loss, lr, norm in training_steps(params, batches, config, optimizer, schedule, 1.0):
+    config = ModelConfig(len(tokenizer.itos), 6, 8, width=12, heads=3, hidden=20, layers=2)
+    x, y = make_windows(train_ids, 6, stride=2)
+    validation = make_windows(val_ids, 6, stride=6)
+    params = init_params(config, np.random.default_rng([3, 0]), np.float64)
+    print(f"V = {config.vocab_size}, T = 6, Tmax = 8, d = 12, H = 3, F = 20, L = 2: "
+          f"{count_params(params)} parameters\n{len(train_ids)} ids, {len(x)} windows (stride 2),"
+          f" B = 5; held out {len(val_ids)} ids, {len(validation[0])} windows (stride 6)")
+    print("β1 = 0.9, β2 = 0.99, λ = 0.1, c = 1, η up to 0.06 in 4 steps, then down to 0.006")
+    batches = epoch_after_epoch(x, y, 5, np.random.default_rng([3, 1]))
+    schedule = lambda t: lr_schedule(t, 0.06, 0.006, 4, 20)
+    print("step    loss       lr     norm before clipping")
+    steps = training_steps(params, batches, config, AdamW(params), schedule, 1.0)
+    for _, (t, loss, lr, norm) in zip(range(20), steps):
         print(f"{t:4}{loss:9.4f}{lr:9.5f}{norm:9.4f}")
-        if t == 20:
-            break
-    print(f"validation loss {validation_loss(params, val_x, val_y, config):.4f}")
+    print(f"validation loss {validation_loss(params, *validation, config):.4f}")
     ids = tokenizer.encode("the")
     for _ in range(16):                             # as in card 61, the likeliest token each time
-        logits, _ = forward(params, ids[-config.context:], config)          # (T, V)
-        ids.append(int(logits[-1].argmax()))
+        ids.append(int(forward(params, ids[-6:], config)[0][-1].argmax()))
     print(f"and writes {tokenizer.decode(ids)!r}")
 
 if __name__ == "__main__": demo(demo_training)
@@ -3438,20 +3396,19 @@ if __name__ == "__main__": demo(demo_training)
 # ## Chapter 10. Generation
 #
 # The trained model says how likely each token is to come next. To write, choose one, put it at the
-# end, and ask again. The first five cards are about the choice, the last one about the loop. Logits
-# come in float32; choosing is done in float64.
+# end, and ask again. Logits come in float32; choosing is done in float64.
 
 # %% [markdown]
 # ### 56. Greedy guard
 #
 # The next card divides the logits by a temperature τ. The lower τ is, the more certain it is that
-# the likeliest token wins; at 0 the division would fail, and the largest logit is taken.
+# the likeliest token wins. At 0 the division would fail, and the largest logit is taken.
 #
 #     τ < 1e-6  ⇒  next = argmax_i logits_i                                              (56.1)
 #
-# This is called greedy decoding, and the cards that follow cannot change the choice. Among equal
-# logits the lowest id wins. The bound 1e-6 is as good as any other small number: in the next card,
-# too, such a temperature leaves nothing but the largest logit and those within some millionths.
+# This is called greedy decoding. Among equal logits the lowest id wins. The bound 1e-6 is as good
+# as any other small number: a temperature so low would leave nothing but the largest logit and
+# those within some millionths.
 #
 # Shapes:  logits (V,) gives a whole number.
 
@@ -3483,19 +3440,16 @@ if __name__ == "__main__": demo(demo_greedy)
 #     p = softmax(logits / τ)                                                            (57.1)
 #
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
-# shrink, and τ = 1 leaves the model's own probabilities. Write z for the logits. Since exp(z/τ) is
-# exp(z) to the power 1/τ, each probability is raised to the power 1/τ, and then all are scaled to
-# sum to 1. The code subtracts the maximum before it divides, which changes nothing (see 15.3). Then
-# even the smallest τ gives -∞ at worst, which softmax takes as probability 0.
+# shrink, and τ = 1 leaves the model's own probabilities. Since exp(z/τ) is exp(z) to the power 1/τ,
+# and common divisors cancel, each probability is raised to the power 1/τ, and then all are scaled
+# to sum to 1.
 #
 # Shapes:  logits (V,) give p (V,).
 
 # %%
 def temperature_softmax(logits, temperature):
-    """Probabilities p (V,) in float64 of the logits (V,), with 0 < τ (card 57)."""
-    logits = np.asarray(logits, np.float64)                                 # (V,)
-    p = softmax_forward((logits - logits.max()) / temperature)              # (V,)    (57.1)
-    return p
+    """Probabilities p (V,) of the logits (V,), with 0 < τ (card 57)."""
+    return softmax_forward(logits / temperature)                            # (V,)    (57.1)
 
 
 def demo_temperature():
@@ -3518,7 +3472,8 @@ if __name__ == "__main__": demo(demo_temperature)
 #     p''_i = p'_i / ∑_j p'_j                                                            (58.3)
 #
 # Tokens that tie with the last one kept are kept too, since nothing speaks for one of them against
-# another; so more than k may stay. With k = 0, or k no less than V, there is nothing to cut.
+# another; so more than k may stay. k = 0 means that nothing is cut, and so does a k above V.
+# `np.sort` puts the smallest first; [-k] is k-th from the end.
 #
 # Shapes:  p (V,) gives p (V,), with zeros in it.
 
@@ -3527,17 +3482,17 @@ def keep_top_k(p, top_k):
     """p (V,) with only the top_k likeliest kept, ties too; 0 keeps all (card 58)."""
     if top_k < 0:
         raise BadInput(f"top-k must be 0 (off) or more, got {top_k}")
-    if not 0 < top_k < p.size:
+    if top_k == 0:
         return p
-    c = np.sort(p)[-top_k]                                                  #         (58.1)
-    kept = np.where(p >= c, p, 0.0)                                         # (V,)    (58.2)
+    c = np.sort(p)[-min(top_k, p.size)]                                     #         (58.1)
+    kept = p * (p >= c)                                                     # (V,)    (58.2)
     return kept / kept.sum()                                                # (V,)    (58.3)
 
 
 def demo_top_k():
     p = np.array([0.1, 0.4, 0.2, 0.1, 0.2])
     show("p", p)
-    for k in (1, 2, 3, 4, 5, 0):
+    for k in (1, 2, 3, 4, 6, 0):
         show(f"k = {k}", keep_top_k(p, k))
     print("k = 2 keeps three tokens: two tie for second place")
 
@@ -3557,9 +3512,11 @@ if __name__ == "__main__": demo(demo_top_k)
 #
 # The token that takes the total to the threshold is kept, so one always stays. The sort is stable:
 # equal entries keep their order, the lower id ranks first, and unlike top-k, top-p may part a tie.
-# `cumsum` gives running totals, `searchsorted` the first place where a total is large enough. A
-# computer adds 0.7 and 0.2 to a hair less than 0.9, so a total counts as reaching the threshold
+# A computer adds 0.7 and 0.2 to a hair less than 0.9, so a total counts as reaching the threshold
 # from a trillionth below. A threshold of 1 keeps all.
+#
+# `np.argsort` gives the ids in sorted order, `np.cumsum` running totals. The totals grow, so the
+# number of those below the threshold is the index of the first that reaches it.
 #
 # Shapes:  p (V,) gives q (V,).
 
@@ -3572,7 +3529,7 @@ def keep_top_p(p, top_p):
         return p
     order = np.argsort(-p, kind="stable")                                   # (V,)    (59.1)
     C = np.cumsum(p[order])                                                 # (V,)    (59.2)
-    last = int(np.searchsorted(C, top_p - 1e-12))                           #         (59.3)
+    last = (C < top_p - 1e-12).sum()                                        #         (59.3)
     kept = order[:last + 1]                                                 # (last + 1,)
     q = np.zeros_like(p)                                                    # (V,)
     q[kept] = p[kept] / p[kept].sum()                                       #         (59.4)
@@ -3587,9 +3544,10 @@ def demo_top_p():
     show("C", np.cumsum(p[order]))
     for top_p in (0.5, 0.51, 0.76, 1.0):
         show(f"top_p {top_p}", keep_top_p(p, top_p))
-    print("0.76 needs a third token, and of the two equal ones the lower id comes first")
-    print("p = 0.7 0.2 0.1, top_p 0.9: their sum counts as 0.9 in spite of rounding")
-    show("q", keep_top_p(np.array([0.7, 0.2, 0.1]), 0.9))
+    print("0.76 needs a third token; of the two equal ones the lower id comes first")
+    p = np.array([0.02] * 10 + [0.05] * 16)
+    kept = [i for i, q_i in enumerate(keep_top_p(p, 0.4)) if q_i > 0]
+    print(f"ten 0.02, then sixteen 0.05: top_p 0.4 keeps {kept}")
 
 if __name__ == "__main__": demo(demo_top_p)
 
@@ -3603,8 +3561,8 @@ if __name__ == "__main__": demo(demo_top_p)
 #
 # Lay the probabilities side by side as pieces of a line of length 1, and let a random number r
 # between 0 and 1 point at it. Piece i is hit with probability p_i. The piece that r hits is the
-# first whose running total exceeds r. Since rounding may make the total slightly less than 1, r is
-# scaled by it.
+# first whose running total exceeds r; its index is the number of totals that do not. Rounding may
+# make the last total slightly less than 1, so r is scaled by it.
 #
 #     p       0.2    0            0.5                 0.3
 #     0 ─────────┬───────────────────────────┬──────────────── 1
@@ -3618,18 +3576,15 @@ if __name__ == "__main__": demo(demo_top_p)
 
 # %%
 def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """What the draw sees: p (V,) after temperature, top-k and top-p (cards 56 to 60).
-
-    ValueError for a temperature that is negative or not finite, top_k below 0, top_p outside
-    (0, 1], or logits with nan, +inf or nothing finite.
-    """
+    """p (V,) of the logits (V,) after temperature, top-k and top-p (cards 56 to 60)."""
     logits = np.asarray(logits, np.float64)                                 # (V,)
     if not 0 <= temperature < math.inf:
         raise BadInput(f"temperature must be 0 or more and finite, got {temperature}")
-    if not math.isfinite(logits.max()):                     # nan and +inf reach the maximum
+    if not math.isfinite(logits.max()):             # nan and +inf reach the maximum
         raise BadInput("the model's output is not finite: it has diverged in training")
     if temperature < 1e-6:
-        p = np.where(np.arange(logits.size) == greedy(logits), 1.0, 0.0)    # (V,)    (56.1)
+        p = np.zeros_like(logits)                                           # (V,)
+        p[greedy(logits)] = 1.0                                             #         (56.1)
     else:
         p = temperature_softmax(logits, temperature)                        # (V,)
     return keep_top_p(keep_top_k(p, top_k), top_p)                          # (V,)
@@ -3637,29 +3592,26 @@ def next_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
 
 def sample_next(logits, rng, **choice):
     """The id of the next token, drawn from the logits (V,); choice as in next_probabilities."""
-    p = next_probabilities(logits, **choice)                                # (V,)
-    total = p.cumsum()                                                      # (V,)
-    r = rng.random() * total[-1]
-    return int(total.searchsorted(r, side="right"))                         #         (60.1)
+    totals = np.cumsum(next_probabilities(logits, **choice))                # (V,)
+    r = rng.random() * totals[-1]
+    return int((totals <= r).sum())                                         #         (60.1)
 
 
 def demo_random_choice():
-    p = np.array([0.2, 0.0, 0.5, 0.3])
-    with np.errstate(divide="ignore"):
-        logits = np.log(p)
-    show("p", p)
-    show("totals", np.cumsum(p))
+    logits = np.array([math.log(0.2), -math.inf, math.log(0.5), math.log(0.3)])
+    show("p", next_probabilities(logits))
+    show("totals", np.cumsum(next_probabilities(logits)))
     rng, again = np.random.default_rng(42), np.random.default_rng(42)
     for _ in range(5):
         print(f"r = {again.random():.4f}  next = {sample_next(logits, rng)}")
     drawn = [sample_next(logits, rng) for _ in range(2000)]
     show("of 2000", [drawn.count(i) for i in range(4)])
-    logits = np.log([0.44, 0.32, 0.16, 0.08])
-    show("p", next_probabilities(logits))
     show("τ 2", next_probabilities(logits, temperature=2))
-    show("τ 2, k 3", next_probabilities(logits, temperature=2, top_k=3))
-    show("and p 0.6", next_probabilities(logits, temperature=2, top_k=3, top_p=0.6))
+    show("τ 2, k 2", next_probabilities(logits, temperature=2, top_k=2))
+    show("and p 0.55", next_probabilities(logits, temperature=2, top_k=2, top_p=0.55))
     show("τ 0", next_probabilities(logits, temperature=0))
+    print("the lowest temperature that is not greedy, for the logits 1 and 1.000001:")
+    show("τ 1e-6", next_probabilities([1.0, 1.000001], temperature=1e-6))
     refused(next_probabilities, [0.0, math.nan])
 
 if __name__ == "__main__": demo(demo_random_choice)
@@ -3675,9 +3627,9 @@ if __name__ == "__main__": demo(demo_random_choice)
 #     logits = forward(x)[T-1]                                                           (61.2)
 #     ids ← ids + [sample_next(logits, τ, top_k, top_p)]                                 (61.3)
 #
-# It reads no more than the context, the length of the trained windows, and not Tmax ids: rows of
-# the position table past the context were never trained (see 27.3). T in 61.2 is the length of x,
-# which is less than the context while the text is short; of the logits the last row is used.
+# It reads no more than the context, the length of the trained windows: rows of the position table
+# past it were never trained (see 27.3). T in 61.2 is the length of x, less than the context while
+# the text is short. The list of the caller is not changed.
 #
 # With a context of 3, the window slides over the text as it grows, and each token that is still
 # read gets another position row:
@@ -3693,10 +3645,7 @@ if __name__ == "__main__": demo(demo_random_choice)
 
 # %%
 def generate(params, config, ids, n_tokens, rng, **choice):
-    """A list: ids with n_tokens more; choice as in next_probabilities (card 61).
-
-    ValueError for an empty prompt or a negative number of tokens.
-    """
+    """A list: ids with n_tokens more; choice as in next_probabilities (card 61)."""
     ids = [int(i) for i in ids]
     if not ids or n_tokens < 0:
         raise BadInput(f"the prompt must have one token or more, got {len(ids)}, and the number of "
@@ -3721,12 +3670,11 @@ def demo_autoregressive_loop():
     print(f"greedy, after 60 steps: {write()!r}")
     print(f"training loss {loss:.2f}; the text: {e.text!r}")
     for _ in range(5):
-        x = np.array(ids[-3:])
-        p = next_probabilities(forward(e.params, x, e.config)[0][-1])
+        p = next_probabilities(forward(e.params, ids[-3:], e.config)[0][-1])
         best = np.argsort(-p, kind="stable")[:3]
-        ids = generate(e.params, e.config, ids, 1, rng)
         shares = ", ".join(f"{e.tokenizer.itos[i]!r} {p[i]:.2f}" for i in best)
-        print(f"x {str(x.tolist()):11} -> {shares:36} drawn {e.tokenizer.itos[ids[-1]]!r}")
+        print(f"x {str(ids[-3:]):11} -> {shares}")
+        ids = generate(e.params, e.config, ids, 1, rng)
     print(f"sampled: {e.tokenizer.decode(ids)!r}")
 
 if __name__ == "__main__": demo(demo_autoregressive_loop)
@@ -3778,7 +3726,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   forms its own sums. And bk is right because its gradient is 0, by 38.14, and so is the mean of
 #   what adds up to 0.
 #
-# - **3b.** Golden files that change: 15. Only that demo hands large positive scores to
+# - **3b.** Golden files that change: 15, 57. Only these demos hand large positive scores to
 #   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Cards 17 and 57 take the maximum
 #   off themselves. The scores of attention in the other demos are small, and for them both forms
 #   agree in all digits shown. Such a fault sleeps until a model is trained long enough to have
@@ -3864,11 +3812,10 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   same step. For β2 = 0.999, √v = 0.0316 |g|: the first step is 3.16 times as long.
 #
 # - **8b.** Golden files that change: 18, 46, 49 to 51, 53. The gradients are too large by a factor,
-#   the number of positions that go through the model at once: B T, or less where a batch is worked
-#   on in parts, so in card 53 the parts no longer agree. AdamW divides m by the root of v, where a
-#   common factor cancels, and the demo of card 61 does not clip; so its training looks healthy. But
-#   the norm of 51.1 has that factor too, and a limit c that only the largest gradients should reach
-#   now cuts them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20
+#   the number of positions that go through the model at once; so in card 53 the parts no longer
+#   agree. AdamW divides m by the root of v, where the factor cancels, and the demo of card 61 does
+#   not clip; so its training looks healthy. But a limit c that only the largest gradients should
+#   reach now cuts them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20
 #   steps, and now in all. The gradient check tells at once.
 #
 # - **9a.** (2.5440 + 4.1966)/2 = 3.3703 and (2.9195 + 2.9500 + 2.9260)/3 = 2.9318; their mean is
