@@ -3726,11 +3726,10 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   forms its own sums. And bk is right because its gradient is 0, by 38.14, and so is the mean of
 #   what adds up to 0.
 #
-# - **3b.** Golden files that change: 15, 57. Only these demos hand large positive scores to
-#   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Cards 17 and 57 take the maximum
-#   off themselves. The scores of attention in the other demos are small, and for them both forms
-#   agree in all digits shown. Such a fault sleeps until a model is trained long enough to have
-#   large scores.
+# - **3b.** Golden files that change: 15, 57, 60. Only these demos hand large positive scores to
+#   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Card 17 takes the maximum off
+#   itself. The scores of attention in the other demos are small, and for them both forms agree in
+#   all digits shown. Such a fault sleeps until a model is trained long enough to have large scores.
 #
 # - **3c.** Write a for tanh u. By the product rule the slope of x/2 · (1 + a) is (1 + a)/2 + x/2 ·
 #   a', and by the chain rule a' = (1 - a²) u', with u' = √(2/π) (1 + 3 · 0.044715 x²). Each entry
