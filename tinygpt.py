@@ -4764,12 +4764,9 @@ def difference(before, now):
     i, j = np.argwhere(A != B)[0]
     said += f"row {i}, column {j} is {B[i, j]:g} in place of {A[i, j]:g}"
     unit = 10.0 ** -len(x.split()[0].partition(".")[2])         # of the last digit
-    for axis, what in ((None, "all numbers"), (1, "the rows"), (0, "the columns")):
-        k = (A * B).sum(axis, keepdims=True) / (A * A).sum(axis, keepdims=True)
-        if k.size < A.size and abs(A).max(axis).min() > 20 * unit \
-                and (abs(B - k * A) <= unit * (1 + abs(k))).all():
-            factors = ", ".join(f"{x:.4g}" for x in k.flat) + " (sign)" * bool((k < 0).any())
-            return f"{said}; {what} are {factors} times what they should be"
+    k = (A * B).sum() / (A * A).sum()
+    if A.size > 1 and abs(A).max() > 20 * unit and (abs(B - k * A) <= unit * (1 + abs(k))).all():
+        said += f"; all numbers are {k:.4g}{' (sign)' * (k < 0)} times what they should be"
     return said
 
 
