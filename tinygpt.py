@@ -4766,7 +4766,7 @@ def difference(before, now):
     unit = 10.0 ** -len(x.split()[0].partition(".")[2])         # of the last digit
     k = (A * B).sum() / (A * A).sum()
     if A.size > 1 and abs(A).max() > 20 * unit and (abs(B - k * A) <= unit * (1 + abs(k))).all():
-        said += f"; all numbers are {k:.4g}{' (sign)' * (k < 0)} times what they should be"
+        said += f"; all numbers are {k:.4g}{' (sign)' * int(k < 0)} times what they should be"
     return said
 
 
