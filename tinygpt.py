@@ -626,10 +626,8 @@ if __name__ == "__main__": demo(demo_encode_decode)
 #
 # - **1a.** Learn all merges of the text `low low lower` by hand: count the pairs, join the best
 #   one, count again. Mind the blank in front of a pre-token and the rule for ties.
-#
 # - **1b.** Let pairs that occur only once be joined too: in `train_bpe` write `heap[0][0] < 0` for
 #   `heap[0][0] < -1`. Which golden files change?
-#
 # - **1c.** Take ` ?` away in front of the letters in `PRE_TOKEN`. Does any text come back changed
 #   from encoding and decoding? How many ids is the text of the running example now?
 
@@ -808,7 +806,6 @@ if __name__ == "__main__": demo(demo_batches)
 #
 # - **2a.** A stream has 1,000 ids. How many windows of T = 16 does it give with stride 4, and with
 #   stride 16? How many of the ids are a target at least once?
-#
 # - **2b.** Hand out the window itself as its targets: write `y = pieces[:, :-1]` in 7.3. What
 #   happens to the training loss, and what does the model learn?
 
@@ -1491,10 +1488,8 @@ if __name__ == "__main__": demo(demo_xavier)
 #
 # - **3a.** Make db a mean: divide `column_sums(dY)` in 12.3 by `len(dY)`. Then run
 #   `python tinygpt.py gradcheck`. Which arrays are wrong, and why is bk not among them?
-#
 # - **3b.** Leave the maximum out of 15.1: write `np.exp(z)`. Which golden files change, and why no
 #   others?
-#
 # - **3c.** Write GELU as a new card, number 62, before the exercises of chapter 10. GPT-2 uses
 #   gelu(x) = x/2 · (1 + tanh u) with u = √(2/π) (x + 0.044715 x³). Derive its backward pass, then
 #   write both functions. (The slope of tanh u is 1 - tanh² u.)
@@ -1669,7 +1664,6 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 #
 # - **4a.** Write `d_tok_emb[ids.ravel()] += dX0` for the line of 27.2. Which golden files change?
 #   Why does card 49 not notice, and why does `python tinygpt.py gradcheck`?
-#
 # - **4b.** Take the position rows out of 26.2. With one block, what does the last row of logits say
 #   about the order of the tokens before it? And with two blocks?
 
@@ -2222,10 +2216,8 @@ if __name__ == "__main__": demo(demo_attention_backward)
 #
 # - **5a.** Drop the line of 32.1. Which golden files change, and why only those? What does
 #   `python tinygpt.py gradcheck` say, and which other lines must change before it passes again?
-#
 # - **5b.** Make the mask strict, j < i: write 0 for the 1 at the end of the line in `causal_mask`.
 #   What does position 0 now attend to?
-#
 # - **5c.** From the demos of cards 31 to 38, work out dS_20 and dKh_10 of head 0. Why has row 2 of
 #   dKh only one term? Add up column 0 of dKh: why does this come out?
 
@@ -2682,11 +2674,9 @@ if __name__ == "__main__": demo(demo_model_backward)
 #
 # - **6a.** Cut the residual connection of 41.3: write `Xmid = Att`. Which arrays does
 #   `python tinygpt.py gradcheck` call wrong, and why are the others right?
-#
 # - **6b.** Work out with 44.1 and 44.2 how many parameters the sizes of GPT-2 give: V = 50,257,
 #   Tmax = 1,024, d = 768, F = 3,072, L = 12. GPT-2 has no head_b, and its head_w is its token
 #   table, turned on its side. How many has GPT-2?
-#
 # - **6c.** Let head_w be the token table E, turned on its side, as in GPT-2. What is dE then?
 
 # %% [markdown]
@@ -2913,7 +2903,6 @@ def check_model(seed, samples):
 #
 # - **7a.** Forget the sum in 38.6: write `dS = A * dA`. Which arrays does
 #   `python tinygpt.py gradcheck` call wrong, and which not? Why is bk among them now?
-#
 # - **7b.** Run the check of card 49 with float32 parameters: in `demo_check_params`, give
 #   `check_params` `{name: W.astype(np.float32) for name, W in e.params.items()}` in place of
 #   `e.params`. The backward pass is right, and yet the check fails. Why?
@@ -3111,7 +3100,6 @@ if __name__ == "__main__": demo(demo_schedule)
 # - **8a.** A number has the gradient g at the first step. How far does it move, with η = 0.01, no
 #   decay, a tiny ε, β1 = 0.9 and β2 = 0.99? How far without 50.3 and 50.4, that is with m and v in
 #   place of mhat and vhat? How far without them if β2 = 0.999?
-#
 # - **8b.** Forget the 1/T of 18.2: leave out the line `dlogits /= y.size`. Which golden files
 #   change? The text that card 61 writes is the same. Why is that no comfort?
 
@@ -3299,7 +3287,6 @@ if __name__ == "__main__": demo(demo_training)
 # - **9a.** The demo of card 53 has five windows. Cut them into the first two and the last three,
 #   take the mean loss of each part, and the mean of the two means. What is wrong, and what weight
 #   did each window get?
-#
 # - **9b.** 1,000 windows, batches of 16, 3 epochs: how many steps, and how many windows has the
 #   last batch of an epoch? Does a window of the last batch count as much as any other?
 
@@ -3593,10 +3580,8 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **10a.** The probabilities are 0.64, 0.16, 0.16, 0.04. What are they at temperature 2, and at
 #   1/2?
-#
 # - **10b.** Let generation read as far back as the position table goes: write `config.max_context`
 #   in 61.1. Which golden files change, and why is the result worse?
-#
 # - **10c.** Is top-k with k = 1 the same as temperature 0?
 
 # %% [markdown]
@@ -3610,36 +3595,29 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   occur 3 times, (blank, l) twice, the others once. The smallest of the two best is (l, o). Then
 #   (lo, w) occurs 3 times, and then (blank, low) twice. The merges make lo, low and ` low`. After
 #   that every pair occurs once, and learning stops.
-#
 # - **1b.** Golden files that change: 3. There the short texts get more merges: `abcdef` becomes
 #   abcd, e, f, and `xabyab` becomes x, abyab. The running example asks for few merges, and has
 #   enough pairs that occur more often. With more merges than a text supports, this change would
 #   fill the vocabulary with whole words that are seen once.
-#
 # - **1c.** No. A blank is now matched by `\s+` and is a pre-token of its own; each character still
 #   lands in exactly one piece. The merges are now he, se, es, and no blank can be joined to the
 #   word behind it: the text has 23 ids, where it had 22. Longer texts lose more.
-#
 # - **2a.** By 8.1, ⌈(1,000 - 16) / 4⌉ = 246 windows and ⌈984 / 16⌉ = 62. The last windows start at
 #   980 and 976, so the last targets are ids[996] and ids[992]. The first id is never a target: 996
 #   and 992 of the ids are.
-#
 # - **2b.** Golden files that change: 7, 9, 17, 45, 46, 49 to 51, 53, 55, 56, 61. In card 61 the
 #   training loss falls to 0.01 within 60 steps, where it was 0.30. The model has learned to copy:
 #   after each token it gives that token again.
-#
 # - **3a.** Golden files that change: 12, 40, 46, 49 to 51, 53. The gradient check calls wrong the
 #   linear layer and the operations that are made of linear layers: attention, the feed-forward
 #   layer and the block. Of the arrays, the biases of all linear layers are wrong: bq, bv, bo, ff1_b
 #   and ff2_b of each block, and head_b. Those of LayerNorm are right, since `layer_norm_backward`
 #   forms its own sums. And bk is right because its gradient is 0, by 38.14, and so is the mean of
 #   what adds up to 0.
-#
 # - **3b.** Golden files that change: 15, 57, 60. Only these demos hand large positive scores to
 #   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Card 17 takes the maximum off
 #   itself. The scores of attention in the other demos are small, and for them both forms agree in
 #   all digits shown. Such a fault sleeps until a model is trained long enough to have large scores.
-#
 # - **3c.** Write a for tanh u. By the product rule the slope of x/2 · (1 + a) is (1 + a)/2 + x/2 ·
 #   a', and by the chain rule a' = (1 - a²) u', with u' = √(2/π) (1 + 3 · 0.044715 x²). Each entry
 #   touches only itself, as in 14.2. In code, with `slope` for u':
@@ -3657,19 +3635,16 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 #   Put in place of `relu_forward` and `relu_backward` in cards 39 and 40, they pass the gradient
 #   check.
-#
 # - **4a.** Golden files that change: 27, 61. In the window of card 49 no token stands twice, so
 #   there nothing is lost. `gradcheck` draws three windows of five ids from eleven for its model, so
 #   some id must come again, and it calls tok_emb wrong. It also gives the embedding alone two
 #   windows in which an id comes three times, and calls it wrong too. A check is as good as its
 #   example.
-#
 # - **4b.** Golden files that change: 26, 45, 46, 49 to 51, 53, 55, 56, 61. With one block the order
 #   has no effect: the last position asks, each earlier one answers with what it is, and the sum of
 #   35.2 does not care where the terms stand. With two blocks it has: thanks to the mask, each
 #   earlier row has seen only the tokens before it, so the rows that the second block reads depend
 #   on the order.
-#
 # - **5a.** Golden files that change: 32 to 42, 45, 46, 49 to 51, 53, 55, 56, 61. These are the
 #   cards that show the scaled scores, the weights made of them, or what follows from the weights.
 #   The gradient check calls wrong what lies before the scores: wq, bq and wk, ln1_g and ln1_b, all
@@ -3678,70 +3653,56 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   last LayerNorm and the head. Drop the divisions by √hs in the backward pass too, in 38.8 and in
 #   38.9, and all arrays are right again: the model without the scaling is another model, with a
 #   gradient of its own.
-#
 # - **5b.** To nothing. All its scores are -∞, the largest is -∞ too, and -∞ minus -∞ is no number:
 #   row 0 of A is nan. In the next block its key is nan too. So every row has a score that is nan,
 #   and softmax makes the whole row nan. The loss is nan, and with it all gradients but those of
 #   table rows that are not used. Golden files that change: 33 to 42, 45, 46, 49 to 51, 53, 55, 56,
 #   61. The demo of card 61 stops with an error. This is why the diagonal stays.
-#
 # - **5c.** The average of row 2 of dA under row 2 of A is 0.4036 · 0.9117 + 0.3194 · 0.3306 +
 #   0.2770 · 0.1104 = 0.5042 with all digits, so dS_20 = 0.4036 (0.9117 - 0.5042) = 0.1645. Key 1 is
 #   asked by the queries 1 and 2, with 0.1123 and -0.0554 in column 1 of dS: dKh_10 = (0.1123 ·
 #   (-0.3509) + (-0.0554) · 0.5083) / √2 = -0.0478. Only query 2 sees key 2: dKh_20 = (-0.1091 ·
 #   0.5083) / √2 = -0.0392. Column 0 adds up to 0.0870 - 0.0478 - 0.0392 = 0. In a sum over the keys
 #   the numbers of each query cancel, as each row of dS sums to 0; so dbk is 0.
-#
 # - **6a.** Golden files that change: 41, 42, 45, 46, 49 to 51, 53, 55, 56, 61. Wrong are tok_emb,
 #   pos_emb and all that block 0 has but bk. 42.6 still adds dXmid to dX, though X no longer reaches
 #   Xmid directly. So each block hands a false gradient down to the one below it. The arrays of the
 #   last block get theirs before that happens.
-#
 # - **6b.** 163,087,441. Without head_w and head_b it is 50,257 · 768 + 50,257 less, which is
 #   124,439,808.
-#
 # - **6c.** E is used twice, so two gradients add up: the sum of 27.2, and what 12.2 gives for
 #   head_w, turned on its side: dlogitsᵀ Xf.
-#
 # - **7a.** Golden files that change: 38, 42, 46, 49, 51, 61. Wrong are wq, bq, wk and bk, and
 #   everything before them: ln1_g, ln1_b, all earlier blocks and both tables. Right are, in the last
 #   block, wv, bv, wo, bo, ln2_g, ln2_b and the feed-forward layer, and what comes after it: the
 #   last LayerNorm and the head. dS does not reach them. Without the sum the rows of dS no longer
 #   add up to 0, and that was what made the gradient of bk vanish in 38.14.
-#
 # - **7b.** A float32 number has about 7 digits, so a loss of about 2 has an error near 1e-7. 47.1
 #   divides it by 2h = 2e-5, which makes an error near 0.005. That is several percent of a usual
 #   slope here, and the check allows 0.01 percent. The second step, a tenth of it, makes the error
 #   ten times as large. Besides, W + h itself is rounded. The measured slope is wrong, not the
 #   gradient.
-#
 # - **8a.** With the corrections mhat = g and vhat = g², so u is g/|g| and the number moves by 0.01,
 #   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to give the
 #   same step. For β2 = 0.999, √v = 0.0316 |g|: the first step is 3.16 times as long.
-#
 # - **8b.** Golden files that change: 18, 46, 49 to 51, 53. The gradients are too large by a factor,
 #   the number of positions that go through the model at once; so in card 53 the parts no longer
 #   agree. AdamW divides m by the root of v, where the factor cancels, and the demo of card 61 does
 #   not clip; so its training looks healthy. But a limit c that only the largest gradients should
 #   reach now cuts them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20
 #   steps, and now in all. The gradient check tells at once.
-#
 # - **9a.** (2.5440 + 4.1966)/2 = 3.3703 and (2.9195 + 2.9500 + 2.9260)/3 = 2.9318; their mean is
 #   3.1511, and the loss is 3.1072. The first two windows got 1/4 each, the other three 1/6 each,
 #   and all should get 1/5. So each part must count by its share of the batch.
-#
 # - **9b.** ⌈1,000 / 16⌉ = 63 steps for each epoch, 189 in all. The last batch has 1,000 - 62 · 16 =
 #   8 windows. Each weighs 1/8 in its step, where the others weigh 1/16: twice as much.
-#
 # - **10a.** Dividing logits by τ raises each probability to the power 1/τ, and then all are scaled
 #   to the sum 1. At 2: roots 0.8, 0.4, 0.4, 0.2, sum 1.8, which makes 0.4444, 0.2222, 0.2222,
 #   0.1111. At 1/2: squares 0.4096, 0.0256, 0.0256, 0.0016, sum 0.4624, which makes 0.8858, 0.0554,
 #   0.0554, 0.0035.
-#
 # - **10b.** Golden files that change: 61. Rows 3 and 4 of the position table were never trained, as
 #   no window is longer than T = 3. A text of more than three tokens now adds those random rows to
 #   its last positions.
-#
 # - **10c.** Not where there is a tie. Temperature 0 always takes the first of the largest logits.
 #   58.2 keeps all that are as large as the largest, and the draw chooses among them.
 
