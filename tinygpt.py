@@ -3272,8 +3272,7 @@ def check_model(seed, samples):
 # even rows that no window uses. A bias or a gain is one number for a whole column and cannot learn
 # a text by heart, and pulling a gain towards 0 would silence its feature.
 #
-# In code 50.1 reads m + (1 - β1)(g - m), the same with the brackets multiplied out, and 50.2
-# likewise. The arrays in `params` are changed themselves, not replaced.
+# In code 50.1 reads m + (1 - β1)(g - m), the same with the brackets multiplied out; 50.2 likewise.
 #
 # Shapes at the default sizes, and in the running example; head_w decays and head_b does not:
 #
@@ -3308,7 +3307,7 @@ class AdamW:
 def demo_adamw():
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
     opt = AdamW(params)
-    print("β1 = 0.9, β2 = 0.99, ε = 1e-8, λ = 0.1, η = 0.01; a matrix and a bias, both 2")
+    print("β1 0.9, β2 0.99, ε 1e-8, λ 0.1, η 0.01; a matrix and a bias, both 2 at first")
     print(" t     g         m         v      mhat      vhat   u (50.5)    matrix      bias")
     for g in (0.3, -0.1, 0.2):
         opt.step(params, {"matrix": np.array([[g]]), "bias": np.array([g])}, lr=0.01)
@@ -3346,9 +3345,9 @@ if __name__ == "__main__": demo(demo_adamw)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
 #
 # k runs over the arrays, each under its name, its key; i over all entries of an array. One norm
-# serves all, clipping by global norm: clipping each array by itself would change the direction.
-# Where the norm is not finite, nothing is scaled; it is the caller's sign to stop (see the training
-# loop at the end of chapter 9). In code `np.vdot(g, g)` is the sum of the squares of g.
+# serves all, clipping by global norm: clipping each array by itself would change the direction. A
+# norm that is not finite scales nothing; it is the caller's sign to stop. In code `np.vdot(g, g)`
+# is the sum of the squares of g.
 #
 # Shapes: values change, shapes do not.
 
@@ -3515,8 +3514,8 @@ if __name__ == "__main__": demo(demo_step_counts)
 #
 #     val_loss = (1/M) ∑_j loss_j,  j = 1, ..., M                                        (55.1)
 #
-# M is the number of validation windows. All have the same length, so this mean of means is also the
-# mean over all positions. Going window by window takes little memory.
+# M is here the number of validation windows. All have the same length, so this mean of means is
+# also the mean over all positions. Going window by window takes little memory.
 #
 # Shapes at the default sizes:  x (M, T) = (M, 16), y (M, T) = (M, 16).
 
@@ -3564,10 +3563,7 @@ def epoch_after_epoch(x, y, batch, rng):
 
 
 def training_steps(params, batches, config, optimizer, schedule, max_norm):
-    """Take a step for each batch; yield its t, loss, lr and norm, the one before clipping.
-
-    FloatingPointError where loss or norm is not finite; params are then those before that step.
-    """
+    """Take a step for each of the batches; yield its t, loss, lr and norm before clipping."""
     for xb, yb in batches:
         loss, grads = batch_loss_and_grads(params, xb, yb, config)
         norm = clip_grad_norm(grads, max_norm)
@@ -3695,8 +3691,8 @@ if __name__ == "__main__": demo(demo_temperature)
 #     p''_i = p'_i / ∑_j p'_j                                                            (58.3)
 #
 # Tokens that tie with the last one kept are kept too, since nothing speaks for one of them against
-# another; so more than k may stay. k = 0 means that nothing is cut, and so does a k above V.
-# `np.sort` puts the smallest first; [-k] is k-th from the end.
+# another; so more than k may stay. With k = 0, or a k above V, nothing is cut. `np.sort` puts the
+# smallest first, so [-k] is the k-th largest.
 #
 # Shapes:  p (V,) gives p (V,), with zeros in it.
 
@@ -3738,8 +3734,8 @@ if __name__ == "__main__": demo(demo_top_k)
 # A computer adds 0.7 and 0.2 to a hair less than 0.9, so a total counts as reaching the threshold
 # from a trillionth below. A threshold of 1 keeps all.
 #
-# `np.argsort` gives the ids in sorted order, `np.cumsum` running totals. The totals grow, so the
-# number of those below the threshold is the index of the first that reaches it.
+# `np.argsort` gives the ids in sorted order, `np.cumsum` running totals. These grow, so the number
+# of totals below the threshold is the index of the first that reaches it.
 #
 # Shapes:  p (V,) gives q (V,).
 
@@ -3851,8 +3847,7 @@ if __name__ == "__main__": demo(demo_random_choice)
 #     ids ← ids + [sample_next(logits, τ, top_k, top_p)]                                 (61.3)
 #
 # It reads no more than the context, the length of the trained windows: rows of the position table
-# past it were never trained (see 27.3). T in 61.2 is the length of x, less than the context while
-# the text is short. The list of the caller is not changed.
+# past it were never trained (see 27.3). T in 61.2 is the length of x, at first perhaps less.
 #
 # With a context of 3, the window slides over the text as it grows, and each token that is still
 # read gets another position row:
