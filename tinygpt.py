@@ -29,75 +29,65 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # A GPT is a program that reads a text and says what comes next, one small piece at a time. This
 # file holds a whole one: the code that cuts text into pieces, the network that scores the next
 # piece, the derivatives that tell each number of the network how to change, the training, and the
-# writing. No step of it is left to a library for machine learning: NumPy does arithmetic on arrays,
-# sorts and draws random numbers, and every formula of the network stands here.
+# writing. No step is left to a library for machine learning: NumPy does arithmetic on arrays, sorts
+# and draws random numbers, and every formula of the network stands here.
 #
 # The route of a text through it: each piece, called a token, becomes an id, a whole number (chapter
 # 1). Each id becomes a row of d numbers (chapter 4). The rows pass through L blocks. Each block has
 # attention, which mixes the rows of different positions (chapter 5), and a feed-forward layer,
 # which works on each row alone (chapter 6). Out comes, at each position, a score for each token
-# that might come next. The scores become probabilities, and one token is drawn from them (chapter
-# 10).
+# that might come next. The scores become probabilities, and one token is drawn (chapter 10).
 #
 # ## How to read this file
 #
-# The book has ten chapters with 61 sections, called cards. A card takes one step. It says what the
-# step is for and why it has this form, states the step as numbered equations, gives the shapes,
-# then the code, then a demo with numbers small enough to redo by hand. What a demo prints is kept
-# in the folder `golden`, so a change to the code of an equation shows up there as a difference;
-# `golden/training.txt` is the transcript of a short training run.
+# The ten chapters have 61 sections, called cards. A card takes one step. It says what the step is
+# for, states it as numbered equations, gives the shapes, then the code, then a demo with numbers
+# small enough to redo by hand. What a demo prints is kept in the folder `golden`, so a change to
+# the code of an equation shows up there as a difference.
 #
-# - A number like 15.2 names the second equation of card 15. It stands in brackets at the end of the
-#   equation, and again at the end of the line of code that carries the equation out. 'As 15.2'
-#   marks code that does the same elsewhere.
-# - A dagger † marks an equation that no line of code is labelled with: a step of a derivation, the
-#   same said in another way, or a fact worth knowing. A demo may show it with numbers.
-# - Behind most lines that make an array, a comment gives its shape: `# (T, d)` is T rows, d
-#   columns.
+# - A number like 15.2 names the second equation of card 15. It stands at the end of the equation,
+#   and again at the end of the line of code that carries it out. 'As 15.2' marks code that does the
+#   same elsewhere.
+# - A dagger † marks an equation that labels no line of code, such as a step of a derivation.
+# - A comment behind most lines that make an array gives its shape: `# (T, d)` is T rows, d columns.
 # - A window of T tokens is a matrix with a row for each position, (T, d). A batch is its windows,
 #   one below the other in one tall matrix. Rows do not see each other except in attention, so the
 #   same code serves both, and the shapes are given for one window. Where attention splits a matrix
 #   into windows and heads, its arrays have one more axis in front, for the windows.
-# - The loss is one number that says how wrong the model's predictions are.
-# - `dX` is always the derivative of the loss with respect to X, in short, by X, or, with a word
-#   behind it such as dX_branch, one of several parts that add up to it. It has the shape of X,
-#   since each entry of X has its own derivative. Taken together, the derivatives of the loss by all
-#   numbers of an array are called its gradient.
-# - A small enough step against the gradient, each number less a little of its derivative, makes the
-#   loss smaller. Training is many steps of this kind (chapter 8).
-# - A backward function stands beneath its forward function, or beneath the last of several, and
-#   goes through the same steps in reverse order.
+# - The loss is one number that says how wrong the model's predictions are. `dX` is always the
+#   derivative of the loss with respect to X, in short, by X, or, with a word behind it such as
+#   dX_branch, one of several parts that add up to it. It has the shape of X, since each entry of X
+#   has its own derivative. Together, such derivatives are called the gradient. A small enough step
+#   against it, each number less a little of its derivative, makes the loss smaller. Training is
+#   many steps of this kind (chapter 8).
+# - A backward function stands beneath its forward function and goes through its steps in reverse.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
-# Each chapter ends with exercises; the answers stand together at the end of the book. Some need
-# later chapters, and can wait: 2b, 3a, 4a, 4b, 5a and 6a. To do one that changes a line, change it
-# and type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
-# prints now in place of what it should, names the others, and whether the gradients still agree
-# with slopes that are measured, as chapter 7 explains. Then undo the change.
+# Each chapter ends with exercises; the answers stand at the end of the book. Some need later
+# chapters, and can wait: 2b, 3a, 4a, 4b, 5a and 6a. To do one that changes a line, change it and
+# type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
+# prints now, names the others, and checks the gradients (chapter 7). Then undo it.
 #
 # You need Python, the little NumPy of the next section, and school calculus: the derivatives of
-# sums, products, quotients and powers, of exp and the natural log (the logarithm to the base e; all
-# logarithms here are natural), and the chain rule. Cards 23 and 32 also use variances, and that
-# those of independent numbers add up; card 23 an integral, card 47 Taylor's formula. ∂Y/∂X is the
-# derivative of Y by X while all else is held fixed. The chain rule is the engine of the whole book,
-# so here it is in the form that is used throughout. When the loss depends on X only through Y, each
-# entry of X may touch several entries of Y, and their effects add up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An
-# array that is used in several places gets such a sum from each place, and these add up too.
+# sums, products, quotients and powers, of exp and the natural log (all logarithms here are
+# natural), and the chain rule. Cards 23 and 32 also use variances, and that those of independent
+# numbers add up; card 23 an integral, card 47 Taylor's formula. ∂Y/∂X is the derivative of Y by X
+# while all else is held fixed. The chain rule is used throughout in this form: when the loss
+# depends on X only through Y, each entry of X may touch several entries of Y, and their effects add
+# up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array used in several places gets such a sum from each.
 #
-# For those who know GPT-2, the main differences: the tokenizer works on characters where GPT-2's
-# works on bytes, the bend in the feed-forward layer is a ReLU where GPT-2 has a GELU, the output
-# layer has a matrix and a bias of its own where GPT-2 reuses the token table, weights start by
-# another rule (card 23), and training switches nothing off at random (dropout).
+# GPT-2 differs in this: its tokenizer works on bytes, not characters, its bend in the feed-forward
+# layer is a GELU, not a ReLU, its output layer reuses the token table and has no bias, its weights
+# start by another rule than card 23, and its training switches numbers off at random (dropout).
 #
 # ## A little NumPy
 #
-# An array is a table of numbers with a shape. X of shape (3, 4), the window of the running example,
-# is a matrix of 3 rows and 4 columns:
+# An array is a table of numbers with a shape. X of shape (3, 4) is a matrix of 3 rows, 4 columns:
 #
 #     X.shape               (3, 4); X.ndim, the number of axes, is 2
 #     X[0], X[:, 1]         row 0, shape (4,); column 1, shape (3,)
 #     X[1:], X[[2, 0, 2]]   rows 1 and 2, shape (2, 4); rows 2, 0 and 2 again, shape (3, 4)
-#     X + Y, X * Y          entry by entry, for two arrays of one shape
+#     X + Y, X * Y          entry by entry, for two arrays of one shape; np.exp(X) likewise
 #     X + b                 b of shape (4,) is added to each row: it is broadcast along the rows
 #     X * s                 s of shape (3, 1) gives each row a factor of its own: broadcast too
 #     X @ W                 the matrix product with a W of shape (4, 6): shape (3, 6); of stacks of
@@ -105,11 +95,13 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     X.T                   the transpose: rows become columns, shape (4, 3)
 #     X.max(axis=1)         the largest of each row, shape (3,); with keepdims=True (3, 1)
 #     X.reshape(6, 2)       the same numbers, read row by row, in rows of 2; -1 stands for what fits
+#     X.ravel()             the same numbers in one row, shape (12,)
 #     X[[0, 1, 2], y]       one entry of each row, in the column that y names: shape (3,)
 #     X > 0                 an array of truths, which count as 1 and 0 when multiplied
 #     X[None]               one more axis in front: shape (1, 3, 4)
 #     A.swapaxes(-1, -2)    the last two axes exchanged: the transpose of each matrix in a stack
 #     X += Y                changes X itself, where X = X + Y makes a new array
+#     np.arange(3), np.eye(3)   0, 1, 2; the matrix (3, 3) with 1 on the diagonal, else 0
 #
 # ## The letters
 #
@@ -121,52 +113,41 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     H, hs    attention heads, head size d / H               2, 16      n_head, d_head
 #     F        width of the feed-forward layer                128        d_ff
 #     L        blocks                                         2          n_layer
-#     V        tokens in the vocabulary                       from the text
-#     N        ids in a stream                                from the text
+#     V, N     tokens in the vocabulary, ids in a stream      from the text
 #     t        a position in a window; in chapters 8 and 9 a step; M_t is row t of a matrix M
 #     i, j, k  indices; in attention i asks and j is asked
-#     ∑_k      the sum over all k
-#     ∈, ⇒, ←  is a member of; hence; is replaced by
-#     argmax   the place at which something is largest
+#     ∈, ⇒, ←  is a member of; hence; is replaced by; argmax is the place of the largest
 #     ℝ^(T×a)  all matrices of T rows and a columns
-#     δ_ij     1 where i = j, else 0
-#     1[...]   1 where the condition holds, else 0
+#     δ_ij     1 where i = j, else 0; 1[...] is 1 where the condition holds, else 0
 #     1        a column of ones; 1 bᵀ repeats the row b in every row
 #     ᵀ, ⊙     transpose; entry by entry product
 #     ‖, ⌊ ⌋, ⌈ ⌉   size of a vector; rounding down; rounding up
 #
 # Some letters serve twice, never in one function. V is also the matrix of values in attention
 # (cards 28 to 38), as everywhere in the field. h numbers a head in cards 29 to 36, and is a small
-# step in cards 21 and 47 to 49. x is a window of ids, and elsewhere just an input. Small letters
-# such as a, b, c, m, s and w are explained where they occur, and hold for that card. At the default
-# sizes B, T and hs happen to be equal, and so are Tmax and d, and H and L; the letters tell them
-# apart.
+# step in cards 21 and 47 to 49. x is a window of ids, and elsewhere just an input. Others, such as
+# a, b, c, m, r, s, v, w, M, P, S, β and ε, are explained where they occur, and hold for that card.
 #
 # ## The notation of formulas
 #
-# Formulas are plain text, written so that one small grammar reads all of them and can set them as
-# mathematics (`python tinygpt.py book`):
+# Formulas are plain text, which `python tinygpt.py book` sets as mathematics:
 #
-# - Letters in a row are one name: `dX`, `Xhat`, `logits`. With a blank between them they are a
-#   product: `2 d F`. A number may touch the letter that it multiplies: `2d`.
+# - Letters in a row are one name: `dX`. Names with a blank between them are a product: `a b`.
+#   A number may touch the letter that it multiplies: `2d`.
 # - `_` puts the letters and digits that follow, or a bracket, below the line, and `^` above it:
-#   `X_tj`, `m_(t-1)`. A power stands before the index: `g²_k`. The signs ᵀ, ², ³, ' and * that
-#   touch a name belong to it.
+#   `X_tj`, `m_(t-1)`. A power stands before the index: `g²_k`. ∑_k is the sum over all k.
 # - A name that touches a bracket is a function or an array with its argument: `exp(z)`, `ids[t]`.
-#   With a blank between them, or after a bracket, it is a product: `s (a + b)`, `(a + b)(c + d)`.
-# - A slash without blanks divides what touches it: `1/d`, `∂Y/∂X`. One with blanks divides the
-#   whole product before it by the whole product behind it: `dS Kh / √hs`.
+#   With a blank between them it is a product: `s (a + b)`.
+# - A slash without blanks divides what touches it: `1/d`. One with blanks divides the whole product
+#   before it by the whole product behind it: `dS Kh / √hs`.
 # - √ and ∂ take what touches them. ∑, max, log and the like, with a blank behind, take the whole
 #   product that follows: `∑_k X_tk W_kj`.
-# - Words such as if, else and for are words, and so are two or more small words in a row. Two or
-#   more blanks part what is said side by side.
 #
 # ## The configuration
 #
 # The sizes of a model fix the name and the shape of every array it learns, its parameters, which
-# `param_shapes` lists. The cards explain what each is for. Names that end in `_g` are gains and
-# start at 1; those that end in `_b`, or are one of bq, bk, bv, bo, are offsets, also called biases,
-# and start at 0; the rest are matrices and start random.
+# `param_shapes` lists. Names that end in `_g` are gains and start at 1; those that end in `_b`, or
+# are one of bq, bk, bv, bo, are offsets, also called biases, and start at 0; the rest start random.
 
 # %%
 class BadInput(ValueError):
@@ -226,19 +207,16 @@ def block_params(params, l):
 #
 # One tiny model goes through the whole book: the text below, windows of T = 3 tokens, width d = 4,
 # H = 2 heads, F = 6, one block, and parameters with one decimal, so that a pocket calculator is
-# enough. The sizes differ, all but H and hs, so that most swapped axes show. `example(card)` builds
-# what the demo of `card` starts from, with the functions of earlier cards only. Three things come
-# early or from outside: X0, the input of chapter 3, which card 26 explains; Xn2 in cards 39 and 40,
-# which card 41 explains; and the gradient dY, which is made up. Demos that need other numbers bring
-# their own. What is printed is rounded, while the computation goes on with all digits, so the last
-# digit may differ by a little when you redo a step with the printed numbers. Where a demo runs the
-# whole model or all of a backward pass, as in cards 42, 46, 49, 53, 55 and 61, in the training
-# loop, and at the end of 50, 51 and 56, its results would take an evening by hand. And what a
-# random generator draws, in cards 9, 23, 32, 43, 49, 60 and 61 and in the loop, has to be taken as
-# given.
+# enough. `example(card)` builds what the demo of `card` starts from, with the functions of earlier
+# cards only. Three things come early or from outside: X0, the input of chapter 3, which card 26
+# explains; Xn2 in cards 39 and 40, which card 41 explains; and the gradient dY, which is made up.
+# Demos that need other numbers bring their own. What is printed is rounded, so the last digit may
+# differ by a little when you redo a step. Where a demo runs the whole model or all of a backward
+# pass, as in cards 42, 46, 49, 53, 55 and 61, in the training loop, and at the end of 50, 51 and
+# 56, its results would take an evening by hand. What a random generator draws, in cards 9, 23, 32,
+# 43, 49, 60 and 61 and in the loop, has to be taken as given.
 #
-# `demo` stands behind every demo. In a notebook it plays the demo at once, under its card. When the
-# file runs as a program, the command line decides (see 'The program' at the end).
+# `demo` plays a demo at once in a notebook, under its card. In a program the command line decides.
 
 # %%
 def example(card):
@@ -316,7 +294,7 @@ def refused(function, *args):
 
 
 def demo(function):
-    """Play a demo at once in a notebook; in a program the command line plays it."""
+    """Play a demo at once, in a notebook only."""
     if "get_ipython" in globals():
         function()
 
@@ -333,36 +311,28 @@ def demo(function):
 # ### 1. Pre-tokens and word counts
 #
 # Before pieces are joined, the text is cut into pre-tokens, roughly words, and no token will ever
-# cross such a cut. Without the cut, "e t" might become a token because many words end in e and many
+# cross such a cut. Without it, "e t" might become a token because many words end in e and many
 # begin with t, and the vocabulary would fill up with scraps of two words. A word takes the one
-# blank before it along, so " the" is one pre-token, and a single blank before a word needs none of
-# its own.
+# blank before it along, so " the" is one pre-token.
 #
 # The pattern tries its alternatives from left to right: the endings of English contractions, such
 # as 's; then letters, digits, or other signs, each with at most one blank before; then a run of
 # blanks and line ends, but for the last one if something follows; then that last one. An accent or
 # a vowel sign that Unicode writes as a mark of its own belongs to the letter before it, and so do
 # the two joiners that stand within words of some scripts. Every character lands in exactly one
-# piece. That matters: a lost character could never be decoded again. Nothing is normalised either,
-# such as two spellings of é made one, so text comes back as it went in, if every character is
-# known. The first alternative knows small letters and the straight apostrophe only, and cannot tell
-# that from an opening quote: at the beginning of a text, 'the is cut into 't and he.
+# piece, and none is changed, such as two spellings of é made one, so text comes back as it went in.
 #
-# Learning the merges, in the next two cards, never looks at the text again, only at each distinct
-# pre-token w and the number of places where it stands. A text of a million words has far fewer
-# distinct ones.
+# Learning the merges, in the next two cards, looks only at each distinct pre-token w and the number
+# n_w of places i where it stands; the bars count the members of a set:
 #
 #     n_w = |{i : pretoken[i] = w}|                                                       (1.1)
-#
-# The bars count the members of a set: the places i at which the pre-token is w.
 #
 # Shapes: none; a text becomes a dict {pre-token: count}.
 
 # %%
-marks = "".join(char if unicodedata.category(char)[0] == "M" else " "
-                for char in map(chr, range(0x300, 0x20000)))        # in Unicode's order
-MARKS = "".join(f"{run[0]}-{run[-1]}" for run in marks.split())     # a range for each run
-MARKS += "\U000e0100-\U000e01ef\u200c\u200d"         # variation selectors, and two joiners
+MARKS = "".join(char for char in map(chr, range(0x300, 0x20000))
+                if unicodedata.category(char)[0] == "M")
+MARKS += "\U000e0100-\U000e01ef\u200c\u200d"         # variation selectors, and the two joiners
 PRE_TOKEN = re.compile(r"'(?:[stmd]|re|ve|ll)"      # endings of contractions
                        r"| ?[^\W\d_]+"             # letters: what \w stands for, less digits and _
                        rf"(?:(?![\0-\u02ff])[{MARKS}]+[^\W\d_]*)*"   # with marks, from U+300 on
@@ -383,46 +353,45 @@ def demo_pre_tokens():
     print(f"cut   {'|'.join(PRE_TOKEN.findall(e.text))}")
     for word, n in count_words(e.text).items():
         print(f"n_w = {n}  for w = {word!r}")
-    awkward = "It's 2 a.m.,\n\n isn't_it?"
+    awkward = "It's 2 a.m.,\n\nisn't_it,  so?"
     pieces = PRE_TOKEN.findall(awkward)
     print(f"\ntext  {awkward!r}")
     print(f"cut   {'|'.join(repr(piece)[1:-1] for piece in pieces)}")
     print(f"glued together the pieces give the text: {''.join(pieces) == awkward}")
+    for name, word in (("Hindi", "हिन्दी"), ("voila with a grave accent", "voila\u0300")):
+        print(f"{name}: {len(word)} characters, pieces: {len(PRE_TOKEN.findall(word))}")
 
 if __name__ == "__main__": demo(demo_pre_tokens)
 
 # %% [markdown]
 # ### 2. Pair frequency and the best pair
 #
-# At the start each pre-token is the list of its characters. Now count every pair of neighbours
-# inside a pre-token. A pre-token that occurs n_w times counts n_w times; toks_w is its present list
-# of tokens.
+# At the start each pre-token w is the list toks_w of its characters. Now count every pair of
+# neighbours inside a pre-token. A pre-token that occurs n_w times counts n_w times.
 #
 #     f(a, b) = ∑_w n_w · |{i : toks_w[i] = a, toks_w[i+1] = b}|                          (2.1)
 #     (a*, b*) = argmax over (a, b) of f(a, b)                                            (2.2)
 #
 # The best pair (a*, b*) is joined everywhere (card 3), which makes a new token, and the counting
-# starts again. The order in which pairs are joined is all that the tokenizer learns, besides the
-# characters (card 4). Each join is called a merge.
+# starts again. Each join is called a merge. The order of the merges is all that the tokenizer
+# learns, besides the characters (card 4).
 #
 # Two rules are needed where the equations are silent. Among equally frequent pairs the smallest one
 # wins, with (a, b) compared as Python compares tuples of strings. Otherwise the result would depend
 # on the order of a dict. And a pair must occur at least twice: joining a pair that occurs once
 # saves a single token and costs one in the vocabulary. So there may be fewer merges than asked for.
-#
-# `places` has, for each pair, the number of the pre-token for every place where the pair stands, so
-# the sum of 2.1 adds up the counts of these. Card 3 will need to know them.
+# `places` tells for each pair in which pre-tokens it stands, for card 3.
 #
 # Shapes: none; counts become the list of merges [(a, b), ...].
 
 # %%
-def count_pairs(words, counts):
-    """f, {(a, b): count}, and places, {(a, b): [number of a word, ...]} (card 2)."""
-    places = defaultdict(list)
-    for i, tokens in enumerate(words):
+def count_pairs(toks, n):
+    """f, {(a, b): count}, and places, {(a, b): [w, ...]}, of {w: tokens} and {w: n_w} (card 2)."""
+    f, places = Counter(), defaultdict(list)
+    for w, tokens in toks.items():
         for pair in zip(tokens, tokens[1:]):
-            places[pair].append(i)
-    f = Counter({pair: sum(counts[i] for i in where) for pair, where in places.items()})  # (2.1)
+            f[pair] += n[w]                                                 #         (2.1)
+            places[pair].append(w)
     return f, places
 
 
@@ -432,18 +401,11 @@ def best_pair(f):
 
 
 def demo_pair_frequency():
-    e = example(2)
-    f, _ = count_pairs([list(word) for word in e.word_counts], list(e.word_counts.values()))
-    print("before any merge, f(a, b):")
-    for (a, b), count in sorted(f.items(), key=lambda item: (-item[1], item[0])):
-        places = " + ".join(f"{n} in {w!r}" for w, n in e.word_counts.items() if a + b in w)
-        print(f"{a!r:>4} {b!r:>4}  {count} = {places}")
-    print(f"the best pair is {best_pair(f)}")
-    f, places = count_pairs([list("aaab"), list("lmlm"), list("aa")], [1, 2, 3])
-    print("aaab once, lmlm twice, aa three times:")
-    for pair, count in f.items():
-        print(f"f{pair} = {count}, in words {places[pair]}")
-    print(f"(a, a) occurs 2 times in aaab; the best pair is {best_pair(f)}")
+    for n in (example(2).word_counts, {"aaab": 1, "lmlm": 2}):
+        f, places = count_pairs({w: list(w) for w in n}, n)
+        for pair, count in sorted(f.items(), key=lambda item: (-item[1], item[0])):
+            print(f"f{pair} = {count} = {' + '.join(f'{n[w]} in {w!r}' for w in places[pair])}")
+        print(f"the best pair is {best_pair(f)}\n")
     print(f"of equally many (b, a) and (a, b) it is {best_pair({('b', 'a'): 1, ('a', 'b'): 1})}")
 
 if __name__ == "__main__": demo(demo_pair_frequency)
@@ -456,80 +418,63 @@ if __name__ == "__main__": demo(demo_pair_frequency)
 #     [..., a, b, ...] → [..., ab, ...]   (ab is one token)                               (3.1)
 #
 # The scan goes from left to right, and a token that has just been joined is not joined again by the
-# same merge. So a a a becomes aa a: the middle a is used up by the first hit, although card 2
-# counted the pair (a, a) twice here. `join` puts 3.1 into practice and also tells between which
-# neighbours it joined, for learning needs these.
+# same merge. So a a a becomes aa a, although card 2 counted the pair (a, a) twice here.
 #
 # Learning is now a loop: find the best pair, join it everywhere, count again. Counting everything
-# again is not needed. A merge changes only the pairs around the places where it happens: a token to
-# the left of a join was the neighbour of a and is now that of ab; one to the right was that of b
-# and is now that of ab. The old terms are taken out of the sum of 2.1 and the new ones put in. In a
-# b a b, the second join takes out the pair (ab, a) that the first has put in. A place where a pair
-# no longer stands stays in its list: `join` finds nothing there. The best pair comes from a heap, a
-# list that hands out its smallest entry cheaply: among entries (-f, pair) that is the most frequent
-# pair, and among equals the smallest one, as in 2.2. When a count changes and is still above 1, an
-# entry with the new one is added; an entry that is out of date is dropped when it comes up.
+# again is not needed: a token to the left of a join was the neighbour of a and is now that of ab;
+# one to the right was that of b and is now that of ab. The old terms are taken out of the sum 2.1
+# and the new ones put in. In a b a b, the second join takes out the pair (ab, a) that the first has
+# put in. The best pair comes from a heap, a list that hands out its smallest entry cheaply: among
+# entries (-f, pair) that is the most frequent pair, and among equals the smallest one, as in 2.2.
+# When a count changes, a new entry is added; one that is out of date is dropped when it comes up.
 #
 # Shapes: none; a list of tokens becomes a list that is as long or shorter.
 
 # %%
-def join(tokens, pair):
-    """Tokens with each occurrence of pair joined, and its neighbours [(left, right), ...] (card 3).
-
-    A neighbour is "" where there is none; on the right it is the one before any join.
-    """
-    (a, b), joined, neighbours = pair, [], []
-    for i, token in enumerate(tokens):
-        if token == b and joined and joined[-1] == a:
-            joined[-1] = a + b                                              #         (3.1)
-            neighbours.append((joined[-2] if len(joined) > 1 else "",
-                               tokens[i + 1] if i + 1 < len(tokens) else ""))
-        else:
-            joined.append(token)
-    return joined, neighbours
-
-
 def merge_tokens(tokens, pair):
     """A new list of tokens in which each occurrence of pair is one token (card 3)."""
-    return join(tokens, pair)[0]
-
-
-def learn_merges(words, counts, n_merges):
-    """The merges [(a, b), ...], applied to words [tokens, ...] in place; each counts[i] times."""
-    f, places = count_pairs(words, counts)
-    heap, merges = [(-n, pair) for pair, n in f.items()], []
-    heapify(heap)
-    while heap and len(merges) < n_merges:
-        minus_f, best = heappop(heap)                                       # as 2.2
-        if -minus_f != f[best]:
-            continue                                                        # out of date
-        if f[best] < 2:
-            break
-        merges.append(best)
-        (a, b), ab = best, best[0] + best[1]
-        lefts, rights = defaultdict(list), defaultdict(list)
-        for i in dict.fromkeys(places.pop(best)):           # each once, in order
-            words[i], neighbours = join(words[i], best)
-            for left, right in neighbours:
-                lefts[left].append(i)
-                rights[right].append(i)
-        swaps = [((left, a), (left, ab), where) for left, where in lefts.items() if left]
-        swaps += [((b, right), (ab, right), where) for right, where in rights.items() if right]
-        for old, new, where in swaps:
-            n = sum(counts[i] for i in where)
-            f[old] -= n                                                     # old terms out
-            f[new] += n                                                     # new terms in
-            places[new] += where
-        f[best] = 0                                                         # joined everywhere
-        for pair in {pair: None for old, new, _ in swaps for pair in (old, new)}:
-            if f[pair] > 1:
-                heappush(heap, (-f[pair], pair))
-    return merges
+    (a, b), joined = pair, []
+    for token in tokens:
+        if token == b and joined and joined[-1] == a:
+            joined[-1] = a + b                                              #         (3.1)
+        else:
+            joined.append(token)
+    return joined
 
 
 def train_bpe(word_counts, n_merges):
     """The merges [(a, b), ...] in order, at most n_merges of them (cards 2 and 3)."""
-    return learn_merges([list(word) for word in word_counts], list(word_counts.values()), n_merges)
+    toks, merges = {w: list(w) for w in word_counts}, []
+    f, places = count_pairs(toks, word_counts)
+    heap = [(-count, pair) for pair, count in f.items()]
+    heapify(heap)
+    while len(merges) < n_merges and heap and heap[0][0] < -1:
+        minus_f, (a, b) = heappop(heap)                                     # as 2.2
+        if -minus_f != f[a, b]:
+            continue                                                        # out of date
+        merges.append((a, b))
+        ab, lefts, rights = a + b, defaultdict(list), defaultdict(list)
+        for w in set(places[a, b]):
+            joined = [""]                                   # "": no neighbour
+            for token, right in zip(toks[w], [*toks[w][1:], ""]):
+                if token == b and joined[-1] == a:
+                    joined[-1] = ab                                         # as 3.1
+                    lefts[joined[-2]].append(w)
+                    rights[right].append(w)
+                else:
+                    joined.append(token)
+            toks[w] = joined[1:]
+        swaps = [((left, a), (left, ab), where) for left, where in lefts.items() if left]
+        swaps += [((b, right), (ab, right), where) for right, where in rights.items() if right]
+        for old, new, where in swaps:
+            n = sum(word_counts[w] for w in where)
+            f[old] -= n                                                     # old terms out
+            f[new] += n                                                     # new terms in
+            places[new] += where
+            heappush(heap, (-f[old], old))
+            heappush(heap, (-f[new], new))
+        del f[a, b]                                                         # joined everywhere
+    return merges
 
 
 def train_bpe_on_text(text, n_merges):
@@ -539,35 +484,27 @@ def train_bpe_on_text(text, n_merges):
 
 def demo_apply_merge():
     e = example(3)
+    for n in (3, 4):
+        print(f"{n} a in a row with the pair (a, a): {merge_tokens(['a'] * n, ('a', 'a'))}")
     merges = train_bpe(e.word_counts, e.n_merges)
-    joined, neighbours = join(list("abcab"), ("a", "b"))
-    print(f"a b c a b with the pair (a, b): {joined}")
-    print(f"joined between {neighbours}")
+    print(f"merges of the running example: {merges}")
     for word in e.word_counts:
-        tokens = list(word)
-        steps = ["|".join(tokens)]
+        steps = [tokens := list(word)]
         for pair in merges:
-            tokens = merge_tokens(tokens, pair)
-            steps.append("|".join(tokens))
-        print("  ->  ".join(f"{step:9}" for step in steps).rstrip())
-    print(f"merges: {merges}")
+            steps.append(tokens := merge_tokens(tokens, pair))
+        print("  ->  ".join(f"{'|'.join(step):9}" for step in steps).rstrip())
     print("after the first, ' ' 's', ' ' 't', 's' 'e' tie at 3; then ' ' 't', ' s' 'e' do")
     print("merges of other texts, at most so many:")
-    print(f"nmlknmlk, 3, a tie: {train_bpe_on_text('nmlknmlk', 3)}")
-    print(f"abcdef, 3, no pair occurs twice: {train_bpe_on_text('abcdef', 3)}")
-    print(f"xabyab, 3, only one does: {train_bpe_on_text('xabyab', 3)}")
-    print(f"abab b b, 6, a word twice: {train_bpe_on_text('abab b b', 6)}")
-    print(f"bbabaabbabaababbabbbbaba, 9:\n  {train_bpe_on_text('bbabaabbabaababbabbbbaba', 9)}")
-    print(f"a a a with the pair (a, a):   {merge_tokens(['a', 'a', 'a'], ('a', 'a'))}")
-    print(f"a a a a with the pair (a, a): {merge_tokens(['a', 'a', 'a', 'a'], ('a', 'a'))}")
+    for text, n in (("nmlknmlk", 3), ("x", 3), ("abcdef", 3), ("xabyab", 3), ("abab b b", 6),
+                    ("aaaababbabb", 6)):
+        print(f"{text}, {n}: {train_bpe_on_text(text, n)}")
 
 if __name__ == "__main__": demo(demo_apply_merge)
 
 # %% [markdown]
 # ### 4. The vocabulary
 #
-# The network sees no strings, only whole numbers, called ids. The vocabulary is the list that says
-# which token has which id. `itos` leads from id to string and `stoi` back.
+# The network sees whole numbers, called ids. The vocabulary lists which token has which id.
 #
 #     itos = [<unk>] + [characters, first seen first]
 #            + [new merged tokens, in merge order]                                        (4.1)
@@ -575,8 +512,7 @@ if __name__ == "__main__": demo(demo_apply_merge)
 # Id 0 stands for anything unknown, such as a character that the training text never held. The
 # characters keep their own ids, because a word that no merge fits must still be spelled. 'New' says
 # that a string gets one id only, even if two merges should spell it, as ab + c and a + bc would.
-# The code takes the characters from the distinct pre-tokens. Those stand in the order in which they
-# were first seen and hold every character of the text, so its characters come in the same order.
+# The characters of the distinct pre-tokens come in the same order as those of the text.
 #
 # Shapes: `itos` has V strings. That is the V of the whole book.
 
@@ -584,60 +520,29 @@ if __name__ == "__main__": demo(demo_apply_merge)
 UNK = "<unk>"
 
 
-@dataclass
-class Tokenizer:
-    """Text to ids and back. itos: [token, ...], merges: [(a, b), ...] (cards 4 and 5)."""
-    itos: list
-    merges: list
-
-    def __post_init__(self):
-        self.stoi = {token: i for i, token in enumerate(self.itos)}
-        self.ranks = {pair: rank for rank, pair in enumerate(self.merges)}
-        self.ids_of = {}                                    # {pre-token seen before: its ids}
-
-    def encode(self, text):
-        """The ids of a text, a list of whole numbers (card 5)."""
-        return encode(text, self)
-
-    def decode(self, ids):
-        """The text of some ids; ValueError for an id outside the vocabulary (card 5)."""
-        return decode(ids, self)
-
-    def unknown(self, text):
-        """The characters of a text that are not in the vocabulary, first seen first."""
-        return [char for char in dict.fromkeys(text) if char not in self.stoi]
-
-
-def build_tokenizer(text, n_merges):
-    """The tokenizer learned from a text: its merges and its vocabulary (card 4)."""
-    word_counts = count_words(text)
-    words = [list(word) for word in word_counts]
-    merges = learn_merges(words, list(word_counts.values()), n_merges)
+def vocabulary(word_counts, merges):
+    """itos, [token, ...] in the order of their ids (card 4)."""
     merged = [a + b for a, b in merges]
-    itos = list(dict.fromkeys([UNK, *"".join(word_counts), *merged]))       #         (4.1)
-    tokenizer = Tokenizer(itos, merges)
-    for word, tokens in zip(word_counts, words):
-        tokenizer.ids_of[word] = [tokenizer.stoi[token] for token in tokens]        # as 5.1
-    return tokenizer
+    return list(dict.fromkeys([UNK, *"".join(word_counts), *merged]))       #         (4.1)
 
 
 def demo_vocabulary():
     e = example(4)
-    tokenizer = build_tokenizer(e.text, e.n_merges)
-    for i, token in enumerate(tokenizer.itos):
+    itos = vocabulary(e.word_counts, e.merges)
+    for i, token in enumerate(itos):
         kind = "unknown" if i == 0 else "character" if len(token) == 1 else "merged"
         print(f"id {i:2}  {token!r:8} {kind}")
-    print(f"V = 1 + {len(set(e.text))} characters + {len(e.merges)} merged = {len(tokenizer.itos)}")
-    print(f"' s' has id {tokenizer.stoi[' s']}, and id 8 is {tokenizer.itos[8]!r}")
+    print(f"V = 1 + {len(set(e.text))} characters + {len(e.merges)} merged = {len(itos)}")
+    print(f"ab + c and a + bc: {vocabulary(['abc'], [('ab', 'c'), ('a', 'bc')])}")
 
 if __name__ == "__main__": demo(demo_vocabulary)
 
 # %% [markdown]
 # ### 5. Encode and decode
 #
-# To encode a text, cut it into pre-tokens, apply the merges to each, look the tokens up. To decode
-# ids, look the strings up and glue them together. No blank is put between them: blanks are part of
-# the tokens.
+# To encode a text, cut it into pre-tokens, apply the merges to each, look the tokens up; `stoi`
+# leads from string to id. To decode ids, look the strings up and glue them together. No blank is
+# put between them: blanks are part of the tokens.
 #
 #     id(tok) = stoi[tok] if tok in stoi else stoi[<unk>]                                 (5.1)
 #     decode(i_1, ..., i_n) = itos[i_1] + ... + itos[i_n]   (strings are joined)          (5.2)
@@ -647,45 +552,59 @@ if __name__ == "__main__": demo(demo_vocabulary)
 # each pre-token would take long. It is enough to look at the pairs that are there, apply the one
 # with the lowest rank (its place in the list), and go on with higher ranks. A merge whose pair is
 # not there would change nothing, and a pair that appears only after its turn has passed is left
-# alone, as in the replay. A pre-token is the same wherever it stands, so its ids are kept and not
-# computed a second time. For those of the training text they are kept from the start: learning the
-# merges has just applied them, in their order.
+# alone, as in the replay. The ids of a pre-token are worked out once for a text.
 #
-# Shapes: a text becomes a list of N ids. `decode(encode(text)) == text` as long as every character
-# is known.
+# Shapes: a text becomes a list of N ids, and these the text again, if every character is known.
 
 # %%
 def apply_merges(word, merges, ranks=None):
     """The tokens of one pre-token: the merges replayed in their order (card 5)."""
-    if ranks is None:
-        ranks = {pair: rank for rank, pair in enumerate(merges)}
+    ranks = ranks or {pair: rank for rank, pair in enumerate(merges)}
     tokens, last = list(word), -1
-    while True:
-        there = [rank for pair in zip(tokens, tokens[1:]) if (rank := ranks.get(pair, -1)) > last]
-        if not there:
-            return tokens
+    while there := [rank for pair in zip(tokens, tokens[1:])
+                    if (rank := ranks.get(pair, last)) > last]:
         last = min(there)
         tokens = merge_tokens(tokens, merges[last])
+    return tokens
 
 
-def encode(text, tokenizer):
-    """The ids of a text, a list (card 5)."""
-    ids, stoi, ids_of = [], tokenizer.stoi, tokenizer.ids_of
-    for word in PRE_TOKEN.findall(text):
-        if word not in ids_of:
-            tokens = apply_merges(word, tokenizer.merges, tokenizer.ranks)
-            ids_of[word] = [stoi[tok] if tok in stoi else stoi[UNK] for tok in tokens]  # (5.1)
-        ids += ids_of[word]
-    return ids
+@dataclass
+class Tokenizer:
+    """Text to ids and back. itos: [token, ...], merges: [(a, b), ...] (card 5)."""
+    itos: list
+    merges: list
+
+    def __post_init__(self):
+        self.stoi = {token: i for i, token in enumerate(self.itos)}
+
+    def encode(self, text):
+        """The ids of a text, a list."""
+        ids, ids_of, stoi = [], {}, self.stoi
+        ranks = {pair: rank for rank, pair in enumerate(self.merges)}
+        for word in PRE_TOKEN.findall(text):
+            if word not in ids_of:
+                tokens = apply_merges(word, self.merges, ranks)
+                ids_of[word] = [stoi[tok] if tok in stoi else stoi[UNK] for tok in tokens]  # (5.1)
+            ids += ids_of[word]
+        return ids
+
+    def decode(self, ids):
+        """The text of some ids; ValueError for an id outside 0 to V - 1."""
+        for i in ids:
+            if not 0 <= i < (V := len(self.itos)):
+                raise BadInput(f"id {i} is outside the vocabulary: ids go from 0 to {V - 1}")
+        return "".join(self.itos[i] for i in ids)                           #         (5.2)
+
+    def unknown(self, text):
+        """The characters of a text that are not in the vocabulary, first seen first."""
+        return [char for char in dict.fromkeys(text) if char not in self.stoi]
 
 
-def decode(ids, tokenizer):
-    """The text of some ids; ValueError for an id outside 0 to V - 1 (card 5)."""
-    V = len(tokenizer.itos)
-    for i in ids:
-        if not 0 <= i < V:
-            raise BadInput(f"id {i} is outside the vocabulary: ids go from 0 to {V - 1}")
-    return "".join(tokenizer.itos[i] for i in ids)                          #         (5.2)
+def build_tokenizer(text, n_merges):
+    """The tokenizer learned from a text (cards 1 to 5)."""
+    word_counts = count_words(text)
+    merges = train_bpe(word_counts, n_merges)
+    return Tokenizer(vocabulary(word_counts, merges), merges)
 
 
 def demo_encode_decode():
@@ -696,11 +615,10 @@ def demo_encode_decode():
         print(f"{word!r:8} {'|'.join(tokens):9} ids {tokenizer.encode(word)}")
     ids = tokenizer.encode(e.text)
     print(f"text     {e.text!r}")
-    print(f"ids      {ids}")
-    print(f"N        {len(ids)}")
+    print(f"N = {len(ids)}   {ids}")
     print(f"decoded  {tokenizer.decode(ids)!r}")
-    print(f"a character that was never seen: {'sad'!r} -> {tokenizer.encode('sad')}"
-          f" -> {tokenizer.decode(tokenizer.encode('sad'))!r}")
+    ids = tokenizer.encode("sad")
+    print(f"unknown  'sad' -> {ids} -> {tokenizer.decode(ids)!r}; {tokenizer.unknown('sad')}")
     refused(tokenizer.decode, [9, 10])
     order = [("y", "z"), ("x", "y")]
     print(f"with the merges y+z, x+y: xyz -> {apply_merges('xyz', order)}, "
@@ -714,8 +632,8 @@ if __name__ == "__main__": demo(demo_encode_decode)
 # - **1a.** Learn all merges of the text `low low lower` by hand: count the pairs, join the best
 #   one, count again. Mind the blank in front of a pre-token and the rule for ties.
 #
-# - **1b.** Let pairs that occur only once be joined too: in `learn_merges` write `f[best] < 1` for
-#   `f[best] < 2` and `f[pair] > 0` for `f[pair] > 1`. Which golden files change?
+# - **1b.** Let pairs that occur only once be joined too: in `train_bpe` write `heap[0][0] < 0` for
+#   `heap[0][0] < -1`. Which golden files change?
 #
 # - **1c.** Take ` ?` away in front of the letters in `PRE_TOKEN`. Does any text come back changed
 #   from encoding and decoding? How many ids is the text of the running example now?
@@ -723,22 +641,21 @@ if __name__ == "__main__": demo(demo_encode_decode)
 # %% [markdown]
 # ## Chapter 2. Data
 #
-# The text is now one long stream of ids. This chapter cuts it into the tasks from which the network
-# learns: short windows, each with the answers beside it, handed out in small shuffled groups.
+# This chapter cuts the stream of ids into the tasks from which the network learns: short windows,
+# each with the answers beside it, handed out in small shuffled groups.
 
 # %% [markdown]
 # ### 6. The split
 #
 # A model that is praised for the text it has learned from may just have learned it by heart. So a
 # share ρ of the stream is held out: no step of the training sees it, it is only used to measure.
-# (The tokenizer has seen it, since the vocabulary is made from the whole text.) It is cut off the
-# end, in one piece. Drawing single sentences instead would put each between its own neighbours.
+# (The tokenizer is made from the whole text.) It is cut off the end, in one piece. Drawing single
+# sentences instead would put each between its own neighbours.
 #
 #     cut = ⌊(1 - ρ) N⌋                                                                   (6.1)
 #
-# The first `cut` ids are for training, the rest for validation. The bars round down. A computer
-# does not hold 0.9 exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth before
-# rounding down lets such a product count as the whole number it stands for.
+# The first `cut` ids are for training, the rest for validation. A computer does not hold 0.9
+# exactly, and (1 - 0.9) · 10 comes out a hair below 1; adding a millionth mends that.
 #
 # Shapes: ids (N,) -> train_ids (cut,), val_ids (N - cut,)
 
@@ -747,7 +664,7 @@ def split_ids(ids, val_fraction):
     """Training and validation part of a stream of ids (N,) (card 6)."""
     if not 0 <= val_fraction < 1:
         raise BadInput(f"the validation share must be from 0 to below 1, got {val_fraction}")
-    ids = np.asarray(ids, dtype=np.int64)                                   # (N,)
+    ids = np.asarray(ids)                                                   # (N,)
     cut = math.floor((1 - val_fraction) * len(ids) + 1e-6)                  #         (6.1)
     return ids[:cut], ids[cut:]                                             # (cut,), (N - cut,)
 
@@ -755,8 +672,7 @@ def split_ids(ids, val_fraction):
 def demo_split():
     e = example(6)
     train_ids, val_ids = split_ids(e.ids, e.val_fraction)
-    N, share = len(e.ids), e.val_fraction
-    print(f"N = {N}, ρ = {share}: (1 - {share}) * {N} = {(1 - share) * N}, cut = {len(train_ids)}")
+    print(f"N = {len(e.ids)}, ρ = 0.25: (1 - ρ) N = {0.75 * len(e.ids)}, cut = {len(train_ids)}")
     print(f"training    {train_ids.tolist()}")
     print(f"validation  {val_ids.tolist()}")
     print(f"(1 - 0.9) * 10 in floating point is {(1 - 0.9) * 10:.16f}; "
@@ -769,31 +685,26 @@ if __name__ == "__main__": demo(demo_split)
 # %% [markdown]
 # ### 7. Sliding windows
 #
-# The network reads T tokens at a time and must say, at each of the T places, which token comes
-# next. So it is given a window x of T ids, and the answers, called targets, are the same ids moved
-# by one place, y. One window holds T tasks: predict the second token from the first, the third from
-# the first two, and so on.
+# The network reads a window x of T ids and must say, at each of the T places, which token comes
+# next. The answers, called targets, are the same ids moved by one place, y. One window holds T
+# tasks: predict the second token from the first, the third from the first two, and so on.
 #
 #     start ∈ {0, stride, 2 stride, ...},  start < N - T                                  (7.1)
 #     x_start[t] = ids[start + t],      t = 0, ..., T-1                                   (7.2)
 #     y_start[t] = ids[start + t + 1],  t = 0, ..., T-1                                   (7.3)
 #     y_start[t] = x_start[t + 1],      t = 0, ..., T-2                                 † (7.4)
 #
-# Windows start every `stride` places. With a stride below T they overlap, and tokens are met in
-# more than one window, each time at another place. With a stride above T some tokens are never a
-# target. Whatever the stride, the first token is none, nor may the last few be, fewer than the
-# stride. The bound on the start is strict, because the last target of a window is ids[start + T]:
-# the start N - T would read one id past the end.
-#
-# With T = 4 and stride 2, the first two windows and their targets lie in the stream like this:
+# With a stride below T the windows overlap; with one above T some tokens are never a target. The
+# first token never is, nor may the last few be, fewer than the stride. The bound on the start is
+# strict, because the last target of a window is ids[start + T]. With T = 4 and stride 2, the first
+# two windows and their targets lie in the stream like this:
 #
 #     ids     10 11 12 13 14 15 16 17 ...
 #     x_0    [10 11 12 13]                  y_0       [11 12 13 14]
 #     x_2          [12 13 14 15]            y_2             [13 14 15 16]
 #
-# A window and its targets together are T + 1 ids in a row. `sliding_window_view` shows all such
-# pieces of the stream without copying one, and `[::stride]` takes one for every `stride` of them.
-# The first T ids of a piece are x, the last T are y.
+# A window and its targets together are T + 1 ids in a row. `sliding_window_view` gives all such
+# pieces of the stream without copying one, and `[::stride]` takes each stride-th of them.
 #
 # Shapes: ids (N,) -> x (windows, T), y (windows, T); how many there are is the subject of card 8.
 
@@ -802,7 +713,6 @@ def make_windows(ids, T, stride):
     """Windows x (windows, T) of ids (N,) and their targets y (windows, T), as views (card 7)."""
     if T < 1 or stride < 1:
         raise BadInput(f"window and stride must be 1 or more, got T={T}, stride={stride}")
-    ids = np.asarray(ids, dtype=np.int64)                                   # (N,)
     if len(ids) <= T:
         return np.empty((2, 0, T), np.int64)
     pieces = np.lib.stride_tricks.sliding_window_view(ids, T + 1)[::stride]  # (7.1)
@@ -814,16 +724,15 @@ def make_windows(ids, T, stride):
 def demo_windows():
     ids = np.arange(10, 23)
     print(f"ids    {ids.tolist()}    N = {len(ids)}")
-    for T, stride in ((4, 4), (4, 5)):
-        x, y = make_windows(ids, T, stride)
-        print(f"T = {T}, stride {stride}: starts {list(range(0, len(ids) - T, stride))}")
+    for stride in (4, 5):
+        x, y = make_windows(ids, 4, stride)
+        print(f"T = 4, stride {stride}: starts {list(range(0, len(ids) - 4, stride))}")
         for row_x, row_y in zip(x, y):
             print(f"  x {row_x.tolist()}  y {row_y.tolist()}")
-        left_out = sorted(set(ids.tolist()) - set(y.ravel().tolist()))
-        print(f"  y is x moved by one: {np.array_equal(y[:, :-1], x[:, 1:])}; "
-              f"never a target: {left_out}")
+        print(f"  never a target: {sorted({*ids.tolist()} - {*y.ravel().tolist()})}")
+    refused(make_windows, ids, 4, 0)
     e = example(7)
-    x, y = make_windows(e.train_ids, e.config.context, stride=3)
+    x, y = make_windows(e.train_ids, 3, stride=3)
     print("the running example, T = 3, stride 3:")
     show("x", x, digits=0)
     show("y", y, digits=0)
@@ -833,8 +742,8 @@ if __name__ == "__main__": demo(demo_windows)
 # %% [markdown]
 # ### 8. Window count
 #
-# How many starts does 7.1 allow? They are 0, stride, 2 stride, ... below N - T, so one for every
-# `stride` places, and one more for a remainder. That is a division rounded up.
+# The starts that 7.1 allows are 0, stride, 2 stride, ... below N - T: one for every `stride`
+# places, and one more for a remainder. That is a division rounded up.
 #
 #     windows = ⌈(N - T) / stride⌉,  N > T                                                (8.1)
 #
@@ -862,16 +771,16 @@ if __name__ == "__main__": demo(demo_window_count)
 # %% [markdown]
 # ### 9. Shuffling and batching
 #
-# The gradient of one window is only a noisy hint at the best step. The mean over a batch of B
-# windows is a steadier one. One pass over all windows is an epoch. Each epoch visits the windows in
-# a new random order, because neighbours in the text are alike and should not always come together.
+# The gradient of one window is a noisy hint at the best step; the mean over a batch of B windows is
+# a steadier one. One pass over all windows is an epoch. Each epoch visits them in a new random
+# order, because neighbours in the text are alike and should not always come together.
 #
 #     batches per epoch = ⌈windows / B⌉                                                 † (9.1)
 #
-# The last batch may be smaller; dropping it would waste windows, and with fewer than B windows
-# nothing would be left. Inputs and answers must be shuffled alike, so one order serves both. The
-# order comes from sorting random numbers. The generator starts from a number called its seed, and
-# the same seed gives the same numbers, with the same version of NumPy.
+# The last batch may be smaller. Inputs and answers must be shuffled alike, so one order serves
+# both. It comes from sorting random numbers: `np.argsort` gives the places of the smallest, the
+# next, and so on. The generator starts from a number called its seed, and the same seed gives the
+# same numbers, with the same version of NumPy.
 #
 # Shapes: x (windows, T), y (windows, T) -> xb (B, T), yb (B, T), again and again
 
@@ -880,7 +789,7 @@ def iterate_batches(x, y, batch, rng):
     """Yield xb (B, T), yb (B, T) until every window was given once (card 9)."""
     if batch < 1:
         raise BadInput(f"a batch must have 1 window or more, got {batch}")
-    order = np.argsort(rng.random(len(x)), kind="stable")                   # (windows,)
+    order = np.argsort(rng.random(len(x)))                                  # (windows,)
     for start in range(0, len(x), batch):
         picked = order[start:start + batch]                                 # (B,)
         yield x[picked], y[picked]                                          # (B, T), (B, T)
@@ -890,15 +799,14 @@ def demo_batches():
     e = example(9)
     x, y = make_windows(e.train_ids, 3, stride=2)
     print("the training ids of the running example, T = 3, stride 2")
-    print("window " + "  ".join(f"{i}: {row.tolist()}" for i, row in enumerate(x[:5])))
-    print("       " + "  ".join(f"{i}: {row.tolist()}" for i, row in enumerate(x[5:], 5)))
+    for i, row in enumerate(x):
+        print(f"window {i}: {row.tolist()}")
     print(f"{len(x)} windows, B = 3: {-(-len(x) // 3)} batches")
     rng = np.random.default_rng(5)
     for epoch in (1, 2):
         for xb, yb in iterate_batches(x, y, 3, rng):
-            numbers = [np.flatnonzero((x == row).all(axis=1))[0].item() for row in xb]
-            print(f"epoch {epoch}  windows {str(numbers):10}  x {xb.tolist()}")
-            print(f"{'':28} y {yb.tolist()}")
+            numbers = [x.tolist().index(row) for row in xb.tolist()]
+            print(f"epoch {epoch}  windows {numbers}\n  x {xb.tolist()}\n  y {yb.tolist()}")
 
 if __name__ == "__main__": demo(demo_batches)
 
@@ -917,34 +825,26 @@ if __name__ == "__main__": demo(demo_batches)
 # A network is a chain of a few kinds of operation. This chapter writes down each kind twice:
 # forward, to get the result, and backward, to get derivatives. A backward function is handed dY,
 # the derivative of the loss by its output, called the upstream gradient. It returns the derivative
-# of the loss by each of its inputs that can be varied; ids cannot. It need not know what comes
-# after. So backward functions can be chained in reverse order, and that chaining is
-# backpropagation. The loss itself stands at the end of the chain, and there the backward pass
-# begins (card 18).
+# of the loss by each of its inputs that can be varied; ids cannot. So backward functions can be
+# chained in reverse order, and that is backpropagation. It begins at the loss (card 18).
 
 # %% [markdown]
 # ### 10. Matrix multiplication (forward)
 #
 # Nearly all the work of a GPT is one operation: take a row of numbers, weigh and add them up, once
-# for each wanted output. A matrix W holds the weights, one column for each output, and X holds many
-# rows to be treated alike, one for each position.
+# for each output. A matrix W holds the weights, one column for each output, and X holds many rows
+# to be treated alike, one for each position.
 #
 #     (X W)_tj = ∑_k X_tk W_kj                                                         † (10.1)
 #     X ∈ ℝ^(T×a), W ∈ ℝ^(a×c)  ⇒  X W ∈ ℝ^(T×c)                                       † (10.2)
 #     Y_tj = (X W)_tj + b_j                                                            † (10.3)
 #
-# 10.1 takes row t of X and column j of W, multiplies them number by number and adds the products
-# up. In 10.2 the inner sizes a must agree, and vanish. 10.3 adds the same offset b_j, the bias, in
-# every row: it shifts output j whatever the input is. In code the product is X @ W, without a loop
-# in Python.
+# 10.1 multiplies row t of X and column j of W number by number and adds the products up. In 10.2
+# the inner sizes a must agree, and vanish. 10.3 adds an offset b_j, the bias, in every row.
 #
-# Rows do not see each other in a matrix product. So the windows of a batch can stand one below the
-# other in one tall matrix, and one product serves them all.
-#
-# A sum is a matrix product too: a column of ones on the right adds up each row, a row of ones on
-# the left adds up each column. This is the 1 of the equations. Three sums are needed again and
-# again: over each row, over each column, and the mean of each row, with a column of 1/n in place of
-# ones. `column` makes such a column once and keeps it.
+# A sum is a matrix product too: a column of ones, the 1 of the equations, on the right adds up each
+# row, a row of ones on the left each column. A column of 1/n in place of ones gives the mean of
+# each row. `column` makes such a column once and keeps it.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -977,11 +877,9 @@ def row_mean(X):
 def demo_matmul():
     e = example(10)
     X, W, b = e.X0, e.block["ff1_w"], e.block["ff1_b"]
-    print("X is the window of the running example, as card 26 will make it")
     show("X", X, digits=1)
     show("W", W, digits=1)
     show("b", b, digits=1)
-    print("row 0 of X with column 1 of W, product by product:")
     terms = " + ".join(f"({number(x, 1)})({number(w, 1)})" for x, w in zip(X[0], W[:, 1]))
     print(f"(X W)_01 = {terms} = {number((X @ W)[0, 1], 2)}")
     print(f"Y_01     = {number((X @ W)[0, 1], 2)} + ({number(b[1], 1)}) = "
@@ -997,14 +895,11 @@ if __name__ == "__main__": demo(demo_matmul)
 # ### 11. Linear layer (forward)
 #
 # The linear layer is the product with the bias added. The column of ones in front of bᵀ says that
-# each row gets the same bias. NumPy does that by itself when it adds an array (c,) to (T, c); this
-# is broadcasting. W has one row for each input and one column for each output, so nothing is
-# transposed on the way forward.
+# each row gets the same bias; NumPy does that by itself, by broadcasting (c,) along (T, c).
 #
 #     Y = X W + 1 bᵀ                                                                     (11.1)
 #
-# Shapes at the default sizes, and in the running example, for the first layer of the feed-forward
-# network (card 39):
+# Shapes at the default sizes, and in the running example, for the first layer of card 39:
 #
 #     X (T, d) = (16, 32)                   (3, 4)
 #     W (d, F) = (32, 128)                  (4, 6)
@@ -1014,20 +909,15 @@ if __name__ == "__main__": demo(demo_matmul)
 # %%
 def linear_forward(X, W, b):
     """Y (T, c) = X (T, a) times W (a, c), plus b (c,) in each row (card 11)."""
-    Y = X @ W                                                               # (T, c)
-    Y += b                                                                  # (T, c)  (11.1)
+    Y = X @ W + b                                                           # (T, c)  (11.1)
     return Y
 
 
 def demo_linear():
     e = example(11)
-    W, b = e.block["ff1_w"], e.block["ff1_b"]
-    print("W and b are those of demo 10")
-    show("X", e.X0, digits=1)
-    show("Y", linear_forward(e.X0, W, b), digits=2)
-    show("Y, b = 0", linear_forward(e.X0, W, 0 * b), digits=2)
-    print("the difference in each row is b:")
-    show("b", b, digits=2)
+    print("X, W and b are those of demo 10")
+    for name, b in (("Y", e.block["ff1_b"]), ("Y, b = 0", np.zeros(6))):
+        show(name, linear_forward(e.X0, e.block["ff1_w"], b), digits=2)
 
 if __name__ == "__main__": demo(demo_linear)
 
@@ -1037,39 +927,31 @@ if __name__ == "__main__": demo(demo_linear)
 # First with plain numbers. A model says w x + b where y is right, and the loss is (w x + b - y)².
 # Let x = 3, w = 2, b = 1 and y = 5: the error w x + b - y is 2, the loss 4. By the chain rule the
 # loss moves with w at the rate 2 · error · x = 12, and with b at 2 · error = 4. A step of 0.01
-# against these: w = 2 - 0.12 = 1.88 and b = 1 - 0.04 = 0.96. Now the error is 1.6, the loss 2.56.
-# Training repeats this with more numbers.
+# against these gives w = 1.88 and b = 0.96, the error 1.6 and the loss 2.56.
 #
-# Given dY, how does the loss depend on W, b and X? From 10.1 and 10.3, Y_tj is a sum in which each
-# of them appears once, so the derivatives of one output are read off directly.
+# By 10.1 and 10.3, Y_tj is a sum, and the derivatives of one output are read off directly:
 #
 #     ∂Y_tj/∂W_kj = X_tk,  ∂Y_tj/∂b_j = 1,  ∂Y_tj/∂X_tk = W_kj                         † (12.1)
 #
-# Now the chain rule adds up all outputs that each of them touches.
-#
-# The weight W_kj touches column j of Y, in every row t, and no other column: dW_kj = ∑_t X_tk
-# dY_tj. Turn X on its side, so that X_tk is entry (k, t) of Xᵀ. Then dW_kj = ∑_t (Xᵀ)_kt dY_tj,
-# which is 10.1 for the product of Xᵀ and dY:
+# The chain rule adds up all outputs that each of them touches. The weight W_kj touches column j of
+# Y, in every row t, and no other column: dW_kj = ∑_t X_tk dY_tj. Turn X on its side, so that X_tk
+# is entry (k, t) of Xᵀ. Then dW_kj = ∑_t (Xᵀ)_kt dY_tj, which is 10.1 for the product of Xᵀ and dY:
 #
 #     dW = Xᵀ dY                                                                         (12.2)
 #
-# The bias b_j touches column j too, in every row, with factor 1: db_j = ∑_t dY_tj. With dY_t for
-# row t of dY:
+# The bias b_j touches column j too, in every row, with factor 1: db_j = ∑_t dY_tj, so as a row:
 #
 #     db = ∑_t dY_t                                                                      (12.3)
 #
-# The input X_tk touches row t of Y, in every column j: dX_tk = ∑_j dY_tj W_kj = ∑_j dY_tj (Wᵀ)_jk,
-# which is 10.1 for dY and Wᵀ:
+# The input X_tk touches row t of Y, in every column j: dX_tk = ∑_j dY_tj W_kj = ∑_j dY_tj (Wᵀ)_jk:
 #
 #     dX = dY Wᵀ                                                                         (12.4)
 #
-# Where T, a and c differ, there is no other way to fit these shapes together, which is a good way
-# to remember them. db is a sum, not a mean: a bias that serves T rows gets T contributions. With a
-# batch the sums run over the rows of all windows, because one W serves them all. The backward pass
-# needs X and W, but not Y.
+# Where T, a and c differ, there is no other way to fit these shapes together. db is a sum, not a
+# mean: a bias that serves T rows gets T contributions. With a batch the sums run over the rows of
+# all windows. The backward pass needs X and W, but not Y.
 #
-# Shapes at the default sizes, and in the running example, for the first layer of the feed-forward
-# network (card 39):
+# Shapes at the default sizes, and in the running example, for the first layer of card 39:
 #
 #     dY (T, F) = (16, 128)                 (3, 6)
 #     dW (d, F) = (32, 128)                 (4, 6)
@@ -1088,14 +970,12 @@ def linear_backward(dY, X, W):
 def demo_linear_backward():
     e = example(12)
     X, W = e.X0, e.block["ff1_w"]
-    dY = np.hstack([e.dY, -2 * e.dY[:, 1:3]])                               # (3, 6)
+    dY = e.dY[:, [0, 1, 2, 3, 2, 1]]                                        # (3, 6)
     dX, dW, db = linear_backward(dY, X, W)
-    show("X", X, digits=1)
-    show("W", W, digits=1)
-    show("dY", dY, digits=1)
-    show("dW", dW, digits=2)
-    show("db", db, digits=2)
-    show("dX", dX, digits=2)
+    for name, array in (("X", X), ("W", W), ("dY", dY)):
+        show(name, array, digits=1)
+    for name, array in (("dW", dW), ("db", db), ("dX", dX)):
+        show(name, array, digits=2)
     terms = " + ".join(f"({number(x, 1)})({number(g, 1)})" for x, g in zip(X[:, 1], dY[:, 0]))
     print(f"dW_10 = {terms} = {number(dW[1, 0], 2)}")
     terms = " + ".join(f"({number(g, 1)})({number(w, 1)})" for g, w in zip(dY[2, :3], W[3, :3]))
@@ -1107,21 +987,15 @@ if __name__ == "__main__": demo(demo_linear_backward)
 # ### 13. ReLU (forward)
 #
 # Two linear layers in a row are no better than one: (X W) W' = X (W W') is one matrix product
-# again, and with biases it is one linear layer again. Something that is not linear must stand
-# between them. Such a bend is called a nonlinearity or activation function. The simplest does it:
-# keep what is positive, replace the rest by 0. The name is short for rectified linear unit. Z is
-# the output of the first layer, with a column for each of F numbers, called hidden units because
-# they are neither input nor output.
+# again. Something that is not linear, an activation function, must stand between them. The simplest
+# does it: keep what is positive, replace the rest by 0. The name is short for rectified linear
+# unit. Z is the output of the first layer, with a column for each of F numbers, the hidden units.
 #
 #     R_ti = max(0, Z_ti)                                                                (13.1)
 #
-# Each hidden number becomes a small detector: it speaks up when its weighted sum is above zero and
-# is silent below. The bias moves the threshold.
-#
 # Shapes at the default sizes, and in the running example:
 #
-#     Z (T, F) = (16, 128)                  (3, 6)
-#     R (T, F) = (16, 128)                  (3, 6)
+#     Z, R (T, F) = (16, 128)               (3, 6)
 
 # %%
 def relu_forward(Z):
@@ -1144,8 +1018,8 @@ if __name__ == "__main__": demo(demo_relu)
 # %% [markdown]
 # ### 14. ReLU, backward
 #
-# Where Z is positive, R equals Z: raise one and the other rises as much. Where Z is negative, R
-# stays 0 as long as Z stays negative. At exactly 0 there is no slope; the usual choice is 0.
+# Where Z is positive, R equals Z and has slope 1. Where Z is negative, R stays 0. At exactly 0
+# there is no slope; the usual choice is 0.
 #
 #     ∂R_ti/∂Z_ti = 1 if Z_ti > 0 else 0                                               † (14.1)
 #
@@ -1153,13 +1027,11 @@ if __name__ == "__main__": demo(demo_relu)
 #
 #     dZ = dR ⊙ 1[Z > 0]                                                                 (14.2)
 #
-# The condition looks at the input Z of the forward pass, never at dR. A gradient may well be
-# negative and still pass.
+# The condition looks at the input Z of the forward pass, not at dR: a negative gradient may pass.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     dR (T, F) = (16, 128)                 (3, 6)
-#     dZ (T, F) = (16, 128)                 (3, 6)
+#     dR, dZ (T, F) = (16, 128)             (3, 6)
 
 # %%
 def relu_backward(dR, Z):
@@ -1175,7 +1047,6 @@ def demo_relu_backward():
     show("1[Z > 0]", (Z > 0).astype(int), digits=1)
     show("dR", dR, digits=1)
     show("dZ", relu_backward(dR, Z), digits=1)
-    print("0.0 lets nothing through; a negative gradient passes where Z is positive")
 
 if __name__ == "__main__": demo(demo_relu_backward)
 
@@ -1183,19 +1054,16 @@ if __name__ == "__main__": demo(demo_relu_backward)
 # ### 15. Softmax (forward)
 #
 # A network gives scores, any numbers; choosing needs probabilities, from 0 up and with sum 1.
-# Raising e to each score makes all of them positive and keeps their order. Dividing by the sum
-# makes the sum 1. That is softmax. A difference of 1 between two scores becomes a factor of e,
-# about 2.718, between their probabilities.
+# Softmax raises e to each score, which makes all of them positive and keeps their order, and
+# divides by the sum. A difference of 1 between two scores makes a factor of e between their p.
 #
-# There is one danger. exp(1000) is too large for a computer and becomes infinite in NumPy, and
-# infinite divided by infinite is not a number. So the row's largest score is subtracted first. Then
-# the largest exponent is 0, its exp is 1, and nothing overflows.
+# exp(1000) is infinite in NumPy, and infinite divided by infinite is not a number. So the row's
+# largest score is subtracted first. Then the largest exponent is 0, and nothing overflows.
 #
 #     e_i = exp(z_i - max_k z_k)                                                         (15.1)
 #     p_i = e_i / ∑_k e_k                                                                (15.2)
 #
-# Does the subtraction change the result? No: any constant c drops out, because exp turns a
-# difference into a quotient, and the same factor exp(-c) stands above and below.
+# The subtraction does not change p: any c drops out, since exp(-c) stands above and below.
 #
 #     exp(z_i - c) / ∑_k exp(z_k - c) = exp(-c) exp(z_i) / (exp(-c) ∑_k exp(z_k))
 #                                     = exp(z_i) / ∑_k exp(z_k)                        † (15.3)
@@ -1205,9 +1073,7 @@ if __name__ == "__main__": demo(demo_relu_backward)
 # Shapes at the default sizes, and in the running example, as attention uses it in chapter 5, with a
 # row of scores for each of H heads and T positions:
 #
-#     z (H, T, T) = (2, 16, 16)             (2, 3, 3)
-#     e (H, T, T) = (2, 16, 16)             (2, 3, 3)
-#     p (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     z, e, p (H, T, T) = (2, 16, 16)       (2, 3, 3)
 
 # %%
 def softmax_forward(z):
@@ -1218,25 +1084,22 @@ def softmax_forward(z):
 
 
 def demo_softmax():
-    for z in (np.log([1.0, 2.0, 5.0]), np.array([1000.0, 1001.0, 1003.0])):
-        e = np.exp(z - z.max())
-        show("z", z)
-        show("z - max", z - z.max())
-        show("e", e)
-        show("p", softmax_forward(z))
-        print(f"sum of e {number(e.sum(), 4)}, sum of p {number(softmax_forward(z).sum(), 4)}\n")
-    show("z", np.array([[0.0, 1.0, 3.0], [2.0, -np.inf, 1.0]]))
-    show("p", softmax_forward(np.array([[0.0, 1.0, 3.0], [2.0, -np.inf, 1.0]])))
-    print("0, 1, 3 give the same p as 1000, 1001, 1003; a score of -inf gives exactly 0")
+    z = np.array([np.log([1.0, 2.0, 5.0]), [1000.0, 1001.0, 1003.0], [2.0, -np.inf, 1.0]])
+    e = np.exp(z - z.max(axis=1, keepdims=True))                            # (3, 3)
+    show("z", z)
+    show("e", e)
+    show("sums of e", e.sum(axis=-1))
+    show("p", softmax_forward(z))
+    print("the scores 0, 1, 3 give the p of 1000, 1001, 1003:")
+    show("p", softmax_forward(np.array([0.0, 1.0, 3.0])))
 
 if __name__ == "__main__": demo(demo_softmax)
 
 # %% [markdown]
 # ### 16. Softmax, backward
 #
-# Raise one score z_j and its own probability rises, while each other one falls, since its share of
-# the sum gets smaller. Both follow from the quotient rule, with s = ∑_k exp(z_k). The maximum that
-# 15.1 subtracts depends on z too, but by 15.3 it drops out of p, so it is left out here:
+# Raise one score z_j and its own probability rises, while each other one falls. Both follow from
+# the quotient rule, with s for ∑_k exp(z_k). The maximum of 15.1 drops out of p by 15.3:
 #
 #     i = j:  ∂p_i/∂z_i = (exp(z_i) s - exp(z_i) exp(z_i)) / s² = p_i - p_i p_i
 #     i ≠ j:  ∂p_i/∂z_j = (0 - exp(z_i) exp(z_j)) / s²          =     - p_i p_j
@@ -1245,24 +1108,19 @@ if __name__ == "__main__": demo(demo_softmax)
 #
 #     ∂p_i/∂z_j = p_i (δ_ij - p_j)                                                     † (16.1)
 #
-# The chain rule adds up over all probabilities that z_j touches, which is all of them:
+# The chain rule adds up over all probabilities, since z_j touches each; then p_j is taken out:
 #
 #     dz_j = ∑_i dp_i p_i (δ_ij - p_j) = dp_j p_j - p_j ∑_i dp_i p_i
-#
-# Take p_j out:
-#
 #     dz_j = p_j (dp_j - ∑_i p_i dp_i)                                                   (16.2)
 #
-# In words: what counts is how far dp_j lies above the average under p, in which each dp_i has the
-# weight p_i. So a gradient that is the same for all probabilities does nothing: they cannot all
-# rise. And each row of dz sums to 0: with m for the average, the sum is ∑_j p_j dp_j - m ∑_j p_j =
-# m - m · 1. The matrix of all derivatives of an output by an input, such as that of 16.1, is called
-# a Jacobian; only the demo builds it. The backward pass needs the output p and not the scores.
+# What counts is how far dp_j lies above the average under p, in which each dp_i has the weight p_i.
+# So a gradient that is the same for all probabilities does nothing: they cannot all rise. And each
+# row of dz sums to 0, the average less the average. Only the demo builds the matrix of 16.1, called
+# a Jacobian. The backward pass needs p, not the scores.
 #
 # Shapes at the default sizes, and in the running example, where attention uses it:
 #
-#     dp (H, T, T) = (2, 16, 16)            (2, 3, 3)
-#     dz (H, T, T) = (2, 16, 16)            (2, 3, 3)
+#     dp, dz (H, T, T) = (2, 16, 16)        (2, 3, 3)
 
 # %%
 def softmax_backward(dp, p):
@@ -1277,60 +1135,48 @@ def demo_softmax_backward():
     dz = softmax_backward(dp, p)
     show("p", p, digits=3)
     show("dp", dp, digits=3)
-    print("average of dp under p in row 0: 0.1*0.5 + 0.2*(-1.0) + 0.7*0.2 = "
-          f"{number((p * dp).sum(axis=-1)[0], 3)}")
-    print(f"dz_00 = 0.1 * (0.5 - {number((p * dp).sum(axis=-1)[0], 3)}) = {number(dz[0, 0], 3)}")
+    average = number((p * dp)[0].sum(), 3)
+    print(f"average of dp under p in row 0: 0.1*0.5 + 0.2*(-1.0) + 0.7*0.2 = {average}")
+    print(f"dz_00 = 0.1 * (0.5 - {average}) = {number(dz[0, 0], 3)}")
     show("dz", dz, digits=3)
     show("row sums", dz.sum(axis=-1), digits=3)
     matrix = p[0][:, None] * (np.eye(3) - p[0])                             # (3, 3)  as 16.1
     show("16.1", matrix, digits=3)
-    print("row 0 of dp times the matrix of 16.1 for row 0 of p:")
-    show("", dp[0] @ matrix, digits=3)
+    show("dp @ 16.1", dp[0] @ matrix, digits=3)
 
 if __name__ == "__main__": demo(demo_softmax_backward)
 
 # %% [markdown]
 # ### 17. Cross-entropy (forward)
 #
-# How wrong is a prediction? At each position the model gives one score, a logit, for each of the V
-# tokens. The text says which token came next, the target y_t. The loss, called cross-entropy or
-# negative log-likelihood, is minus the logarithm of the probability that the model gave to that
-# token: 0 if it was certain and right, large if it found the token unlikely. The log of a product
-# is the sum of the logs, and the probability of a row of tokens is the product of those of each
-# token given the ones before it; so the losses of a window's targets add up to minus the log of the
-# probability of them all, given its first token: making the loss small is making the text likely,
-# or maximum likelihood.
+# At each position the model gives one score, a logit, for each of the V tokens. The text says which
+# token came next, the target y_t. The loss, called cross-entropy, is minus the log of the
+# probability that the model gave to that token: 0 if it was certain and right, large if it found
+# the token unlikely. The probability of a text is the product of those of its tokens, each given
+# the ones before it, and its log is the sum of their logs: the smallest loss is maximum likelihood.
 #
 #     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
 #     logp_tv = z_tv - log ∑_k exp(z_tk)                                                 (17.2)
 #     loss = -(1/T) ∑_t logp[t, y_t]                                                     (17.3)
 #     P_tv = exp(logp_tv)                                                                (17.4)
 #
-# 17.2 is the logarithm of the softmax, worked out: log(exp(z) / ∑ exp(z)) = z - log ∑ exp(z).
-# Taking the log of a finished softmax would fail, because a tiny probability is rounded to 0 and
-# its log is -∞. In 17.2 it is merely a large negative number. 17.1 keeps exp from overflowing, as
-# in card 15. 17.3 takes the mean over all positions, so the size of the loss does not depend on how
-# much text it saw. P is kept for the backward pass.
+# 17.2 is the logarithm of the softmax, worked out: log(exp(z) / ∑ exp(z)) = z - log ∑ exp(z). The
+# log of a finished softmax would be -∞ where a tiny probability was rounded to 0. In 17.2 it is
+# merely a large negative number. 17.1 keeps exp from overflowing, as in card 15. 17.3 takes the
+# mean over all positions. P is kept for the backward pass.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     logits (T, V) = (16, V)               (3, 10)
+#     logits, z, logp, P (T, V) = (16, V)   (3, 10)
 #     y (T,) = (16,)                        (3,)
-#     z (T, V) = (16, V)                    (3, 10)
-#     logp (T, V) = (16, V)                 (3, 10)
-#     P (T, V) = (16, V)                    (3, 10)
 
 # %%
 def cross_entropy_forward(logits, y):
-    """Mean loss, a float, and probabilities P (T, V), from logits (T, V) and targets y (card 17).
-
-    y has T ids in any shape. ValueError for none, or for a target outside 0 to V - 1.
-    """
+    """Mean loss and probabilities P (T, V), from logits (T, V) and T targets y (card 17)."""
     y, V = np.ravel(y), logits.shape[1]                                     # (T,)
-    if y.size == 0:
-        raise BadInput("the loss needs one position or more, got an empty batch")
-    if y.min() < 0 or y.max() >= V:
-        raise BadInput(f"targets must be ids from 0 to {V - 1}, got {y.min()} to {y.max()}")
+    bad = y[y % V != y]
+    if y.size == 0 or bad.size:
+        raise BadInput(f"there must be targets, and all from 0 to {V - 1}, not {bad[:9]}")
     z = logits - logits.max(axis=1, keepdims=True)                          # (T, V)  (17.1)
     logp = z - np.log(row_sums(np.exp(z)))                                  # (T, V)  (17.2)
     loss = -float(logp[np.arange(y.size), y].mean())                        #         (17.3)
@@ -1347,17 +1193,17 @@ def demo_cross_entropy():
     show("P", P)
     print(f"loss = -(log {P[0, 2]:.4f} + log {P[1, 1]:.4f}) / 2 = "
           f"({-math.log(P[0, 2]):.4f} + {-math.log(P[1, 1]):.4f}) / 2 = {loss:.4f}")
-    far = np.array([[1000.0, 0.0]])
-    print(f"logits 1000, 0, target the second: loss {cross_entropy_forward(far, y[1:])[0]:.1f}")
+    far, _ = cross_entropy_forward(np.array([[1000.0, 0.0], [0.0, 0.0]]), np.array([1, 1]))
+    print(f"logits 1000, 0 and 0, 0, targets the second: loss (1000 + log 2) / 2 = {far:.4f}")
+    refused(cross_entropy_forward, logits, np.array([2, 3]))
     e = example(17)
     logits = e.X0 @ e.params["head_w"] + e.params["head_b"]
     loss, P = cross_entropy_forward(logits, e.y)
     print("the running example, X0 head_w + head_b; both stand in the demo of card 45:")
     show("logits", logits, digits=2)
     show("P", P)
-    show("y", e.y, digits=0)
-    terms = " + ".join(f"{-math.log(p):.4f}" for p in P[np.arange(3), e.y])
-    print(f"loss = ({terms}) / 3 = {loss:.4f}")
+    terms = " + ".join(f"log {p:.4f}" for p in P[[0, 1, 2], e.y])
+    print(f"y = {e.y.tolist()}: loss = -({terms}) / 3 = {loss:.4f}")
 
 if __name__ == "__main__": demo(demo_cross_entropy)
 
@@ -1365,8 +1211,8 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # ### 18. Cross-entropy, backward
 #
 # Here the backward pass of the whole network begins. Write the loss of one position with the logits
-# themselves. The maximum m cancels: 17.2 has -m in z and, as log ∑ exp(x - m) = -m + log ∑ exp(x),
-# once more with the other sign.
+# themselves. The maximum c cancels in 17.2: z holds -c, and so does the part that is taken off,
+# since log ∑ exp(x - c) = -c + log ∑ exp(x).
 #
 #     loss_t = -logp[t, y_t] = -logits[t, y_t] + log ∑_k exp(logits_tk)
 #
@@ -1375,19 +1221,16 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 #
 #     ∂loss_t/∂logits_tv = P_tv - 1[v = y_t]                                           † (18.1)
 #
-# The loss is the mean over T positions, so each gets 1/T of it. onehot(y) has a 1 in each row at
-# its target, else zeros.
+# Each of T positions has 1/T of the loss. onehot(y) has a 1 in each row at its target, else zeros.
 #
 #     dlogits = (P - onehot(y)) / T                                                      (18.2)
 #
-# In words: a step against this gradient pushes the target's logit up, in proportion to 1 - P, and
-# every other logit down, in proportion to its P. Each row sums to 0. With a batch, T in 18.2 is the
-# number of all positions, because the mean in 17.3 is over all of them.
+# A step against this gradient pushes the target's logit up, in proportion to 1 - P, and every other
+# logit down, in proportion to its P. Each row sums to 0. With a batch, T counts all positions.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     P (T, V) = (16, V)                    (3, 10)
-#     dlogits (T, V) = (16, V)              (3, 10)
+#     P, dlogits (T, V) = (16, V)           (3, 10)
 
 # %%
 def cross_entropy_backward(P, y):
@@ -1404,10 +1247,9 @@ def demo_cross_entropy_backward():
     loss, P = cross_entropy_forward(logits, y)
     dlogits = cross_entropy_backward(P, y)
     onehot = (np.arange(3) == y[:, None]).astype(int)
-    show("P", P)
-    show("onehot", onehot)
-    show("dlogits", dlogits)
-    show("row sums", dlogits.sum(axis=-1))
+    for name, array in (("P", P), ("onehot", onehot), ("dlogits", dlogits),
+                        ("row sums", dlogits.sum(axis=-1))):
+        show(name, array)
     print(f"dlogits_02 = ({P[0, 2]:.4f} - 1) / 2 = {dlogits[0, 2]:.4f}")
     lower, _ = cross_entropy_forward(logits - 0.1 * dlogits, y)
     show("new logits", logits - 0.1 * dlogits)
@@ -1418,15 +1260,13 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 # %% [markdown]
 # ### 19. Perplexity
 #
-# A loss of 2.3 says little by itself. Its exponential does: a model that guesses evenly among n
-# tokens has the loss log n, so exp(loss) is the number of tokens among which the model is, on
-# average, torn. That number is called perplexity. Before training it is near V where the weights
-# are small, since then all logits are nearly alike; in the long run it falls.
+# A model that guesses evenly among n tokens has the loss log n, so exp(loss) is the number of
+# tokens among which the model is, on average, torn. That number is called perplexity. Before
+# training it is near V where the weights are small, since then all logits are nearly alike.
 #
 #     perplexity = exp(loss)                                                             (19.1)
 #
-# Take exp of the mean loss. The mean of the exponentials would be another number, larger unless all
-# losses are equal. Logarithms are natural throughout the book.
+# Take exp of the mean loss. The mean of the exponentials is larger unless all losses are equal.
 #
 # Shapes: one number gives one number.
 
@@ -1444,7 +1284,6 @@ def demo_perplexity():
         loss, _ = cross_entropy_forward(np.zeros((1, n)), np.array([n - 1]))
         print(f"an even guess among {n:2}: loss {number(loss, 4)}, "
               f"perplexity {number(perplexity(loss), 4)}")
-    print(f"loss 1.5 -> perplexity {perplexity(1.5):.4f}")
     print(f"losses 1 and 3: exp of the mean {perplexity(2):.4f}, "
           f"mean of the exps {(perplexity(1) + perplexity(3)) / 2:.4f}")
 
@@ -1453,10 +1292,8 @@ if __name__ == "__main__": demo(demo_perplexity)
 # %% [markdown]
 # ### 20. LayerNorm (forward)
 #
-# As numbers pass through layer after layer, they tend to grow or shrink. Then the next layer meets
-# inputs of a size it was not tuned for, and its gradients grow or shrink with them. LayerNorm gives
-# each row a standard size: it shifts the row to mean 0 and scales it to variance 1. Each row is
-# treated alone, so positions never mix.
+# As numbers pass through layer after layer, they tend to grow or shrink, and gradients with them.
+# LayerNorm gives each row a standard size: it shifts the row to mean 0 and scales it to variance 1.
 #
 #     μ_t = (1/d) ∑_i X_ti                                                               (20.1)
 #     σ²_t = (1/d) ∑_i (X_ti - μ_t)²                                                     (20.2)
@@ -1465,19 +1302,15 @@ if __name__ == "__main__": demo(demo_perplexity)
 #     Y_ti = γ_i Xhat_ti + β_i                                                           (20.5)
 #
 # The variance divides by d, not by d - 1: the row is not a sample, it is all there is. ε is a tiny
-# number inside the root that keeps a constant row, whose variance is 0, from a division by zero.
-# The gain γ and the offset β are learned, one of each for each feature (column), so the network can
-# choose another size and centre for each feature. Kept for the backward pass, in what is called a
-# cache: Xhat, s and γ.
+# number that keeps a constant row, whose variance is 0, from a division by zero. The gain γ and the
+# offset β are learned, so the network can choose another size and centre for each feature (column).
+# Kept for the backward pass, in what is called a cache: Xhat, s and γ.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     X (T, d) = (16, 32)                   (3, 4)
-#     mu (T, 1) = (16, 1)                   (3, 1)
-#     s (T, 1) = (16, 1)                    (3, 1)
-#     Xhat (T, d) = (16, 32)                (3, 4)
-#     gamma (d,) = (32,)                    (4,)
-#     Y (T, d) = (16, 32)                   (3, 4)
+#     X, Xhat, Y (T, d) = (16, 32)          (3, 4)
+#     mu, s (T, 1) = (16, 1)                (3, 1)
+#     gamma, beta (d,) = (32,)              (4,)
 
 # %%
 EPS = 1e-5                                                                  # ε of 20.3
@@ -1490,8 +1323,7 @@ def layer_norm_forward(X, gamma, beta):
     variance = row_mean(D * D)                                              # (T, 1)  (20.2)
     s = 1 / np.sqrt(variance + EPS)                                         # (T, 1)  (20.3)
     Xhat = D * s                                                            # (T, d)  (20.4)
-    Y = gamma * Xhat                                                        # (T, d)
-    Y += beta                                                               # (T, d)  (20.5)
+    Y = gamma * Xhat + beta                                                 # (T, d)  (20.5)
     return Y, {"Xhat": Xhat, "s": s, "gamma": gamma}
 
 
@@ -1503,30 +1335,23 @@ def demo_layernorm():
     show("X", X)
     print("row 0: mean (2 + 4 + 4 + 10) / 4 = 5, variance (9 + 1 + 1 + 25) / 4 = 9, ε 1e-5")
     show("s", s.T)
-    show("Xhat", Xhat)
-    show("gamma", gamma)
-    show("beta", beta)
-    show("Y", Y)
-    print(f"variance of the rows of Xhat: {Xhat.var(axis=1)[0]:.4f} and {Xhat.var(axis=1)[1]:.4f}, "
-          f"less than 1 because of ε")
-    show("X const", np.full((1, 4), 7.0))
+    for name, array in (("Xhat", Xhat), ("gamma", gamma), ("beta", beta), ("Y", Y)):
+        show(name, array)
+    show("variances", Xhat.var(axis=1))
+    print("of the rows of Xhat, less than 1 because of ε; a constant row gives beta:")
     show("Y const", layer_norm_forward(np.full((1, 4), 7.0), gamma, beta)[0])
     e = example(20)
-    show("X0", e.X0)
-    show("ln1_g", e.block["ln1_g"])
-    show("ln1_b", e.block["ln1_b"])
     Y, cache = layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])
-    show("Xhat", cache["Xhat"])
-    show("LN1(X0)", Y)
+    for name, array in (("X0", e.X0), ("ln1_g", e.block["ln1_g"]), ("ln1_b", e.block["ln1_b"]),
+                        ("Xhat", cache["Xhat"]), ("LN1(X0)", Y)):
+        show(name, array)
 
 if __name__ == "__main__": demo(demo_layernorm)
 
 # %% [markdown]
 # ### 21. Deriving the backward formula
 #
-# The input X_tj enters the output in three ways: directly, through the mean, and through the
-# variance. All of this happens within one row t. The steps below take the parts of card 20 one by
-# one; in the fifth, the three ways meet.
+# The input X_tj enters its row of the output directly, through the mean, and through the variance.
 #
 # First, undo the gain. In 20.5 each Y_ti depends on one Xhat_ti, with factor γ_i:
 #
@@ -1556,8 +1381,7 @@ if __name__ == "__main__": demo(demo_layernorm)
 #     ∂Xhat_ti/∂X_tj = s_t (δ_ij - 1/d) + (X_ti - μ_t) ∂s_t/∂X_tj
 #                    = s_t (δ_ij - 1/d - (1/d) Xhat_ti Xhat_tj)                        † (21.5)
 #
-# Sixth, the chain rule adds up what X_tj does to all d entries of its row. The three terms in the
-# bracket of 21.5 give three sums:
+# Sixth, the chain rule adds up what X_tj does to its row. The three terms of 21.5 give three sums:
 #
 #     dX_tj = ∑_i dXhat_ti ∂Xhat_ti/∂X_tj
 #           = s_t (dXhat_tj - (1/d) ∑_i dXhat_ti - Xhat_tj (1/d) ∑_i dXhat_ti Xhat_ti)
@@ -1567,66 +1391,48 @@ if __name__ == "__main__": demo(demo_layernorm)
 #
 #     ∂Y_ti/∂γ_i = Xhat_ti,  ∂Y_ti/∂β_i = 1                                            † (21.7)
 #
-# Read 21.6 as geometry. The first sum takes away the part of the gradient that would shift the
-# whole row, the second the part that would stretch it along Xhat. LayerNorm undoes shifts, and but
-# for the tiny ε also stretches, so they cannot change the loss.
+# In 21.6 the first sum takes away the part of the gradient that would shift the whole row, the
+# second the part that would stretch it along Xhat. LayerNorm undoes both, but for ε.
 #
-# Shapes at the default sizes: on paper, the matrix of 21.5 is (d, d) = (32, 32) for each row. The
-# code goes straight to card 22 and never builds it; only this card's demo does, for one row.
+# Shapes at the default sizes: the matrix of 21.5 is (d, d) = (32, 32) for each row.
 
 # %%
 def demo_layernorm_derivation():
-    x, gamma, dY = np.array([2.0, 4.0, 4.0, 10.0]), np.ones(4), np.array([0.0, 1.0, 0.0, -1.0])
-    h, d = 1e-5, 4
-    of_row = lambda x: layer_norm_forward(x[None], gamma, np.zeros(4))
-    Xhat, s = of_row(x)[1]["Xhat"][0], of_row(x)[1]["s"].item()
-
-    def slope(f, j):                                        # how f moves when x_j moves
-        up, down = x.copy(), x.copy()
-        up[j] += h
-        down[j] -= h
-        return (f(up) - f(down)) / (2 * h)
-
-    mu = x.mean()
-    print("measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001, one x_j at a time")
-    print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}; now X_3 = 10 moves")
-    print(f"(21.2) mean      formula {1 / d:.4f}   measured {slope(np.mean, 3):.4f}")
-    print(f"(21.3) variance  formula {2 / d * (x[3] - mu):.4f}   measured {slope(np.var, 3):.4f}")
-    print(f"(21.4) s         formula {-s**3 * (x[3] - mu) / d:.4f}  measured "
-          f"{slope(lambda row: 1 / np.sqrt(row.var() + EPS), 3):.4f}")
-    matrix = s * (np.eye(d) - 1 / d - np.outer(Xhat, Xhat) / d)             # (4, 4)  as 21.5
-    measured = np.array([slope(lambda row: of_row(row)[0][0], j)
-                         for j in range(d)]).T                              # column j: x_j moved
+    x, dY = np.array([2.0, 4.0, 4.0, 10.0]), np.array([0.0, 1.0, 0.0, -1.0])
+    d, h = 4, 1e-5
+    norm = lambda row: layer_norm_forward(row[None], np.ones(d), np.zeros(d))[0][0]
+    mu, s, Xhat = x.mean(), 1 / math.sqrt(x.var() + EPS), norm(x)
+    matrix = s * (np.eye(d) - 1 / d - Xhat[:, None] * Xhat / d)             # (4, 4)  as 21.5
+    print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}")
     show("Xhat", Xhat)
-    show("21.5", matrix)
-    show("measured", measured)
     show("dY", dY)
-    show("21.6", dY @ matrix)
-    loss = lambda row: (dY * of_row(row)[0]).sum()
-    show("measured", np.array([slope(loss, j) for j in range(d)]))
+    print("by each x_j; measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001 for x_j")
+    for tag, formula, f in (("21.2", np.full(d, 1 / d), np.mean),
+                            ("21.3", 2 / d * (x - mu), np.var),
+                            ("21.4", -s**3 * (x - mu) / d, lambda x: 1 / np.sqrt(x.var() + EPS)),
+                            ("21.5", matrix, norm),
+                            ("21.6", dY @ matrix, lambda x: dY @ norm(x))):
+        show(tag, formula)
+        show("measured", np.array([(f(x + e) - f(x - e)) / (2 * h) for e in h * np.eye(d)]).T)
 
 if __name__ == "__main__": demo(demo_layernorm_derivation)
 
 # %% [markdown]
 # ### 22. LayerNorm, backward
 #
-# The result of the derivation, as code. The means run along a row, over its d features. The sums
-# for γ and β run over the rows, since all rows share them. Both means use dXhat, not dY.
+# The result of the derivation. The means run along a row, the sums for γ and β over the rows.
 #
 #     dXhat_ti = dY_ti γ_i                                                               (22.1)
 #     dX_tj = s_t (dXhat_tj - mean_i(dXhat_ti) - Xhat_tj mean_i(dXhat_ti Xhat_ti))       (22.2)
 #     dγ_i = ∑_t dY_ti Xhat_ti                                                           (22.3)
 #     dβ_i = ∑_t dY_ti                                                                   (22.4)
 #
-# Each row of dX sums to 0, because shifting a row changes nothing. That makes a quick test.
+# Each row of dX sums to 0, because shifting a row changes nothing.
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     dY (T, d) = (16, 32)                  (3, 4)
-#     dXhat (T, d) = (16, 32)               (3, 4)
-#     dX (T, d) = (16, 32)                  (3, 4)
-#     dgamma (d,) = (32,)                   (4,)
-#     dbeta (d,) = (32,)                    (4,)
+#     dY, dXhat, dX (T, d) = (16, 32)       (3, 4)
+#     dgamma, dbeta (d,) = (32,)            (4,)
 
 # %%
 def layer_norm_backward(dY, cache):
@@ -1644,21 +1450,17 @@ def demo_layernorm_backward():
     gamma, beta = np.array([1.0, 0.5, 1.0, 2.0]), np.array([0.0, 0.1, -0.3, 0.0])
     dY = np.array([[0.1, 1.0, 0.2, -0.5], [0.3, -0.2, 0.4, 0.7]])
     _, cache = layer_norm_forward(X, gamma, beta)
-    Xhat, s = cache["Xhat"], cache["s"]
     dX, dgamma, dbeta = layer_norm_backward(dY, cache)
-    dXhat = dY * gamma
-    show("Xhat", Xhat)
-    show("s", s.T)
+    Xhat, dXhat = cache["Xhat"], dY * gamma
+    print("Xhat, s and gamma are those of the first part of demo 20")
     show("dY", dY)
-    show("gamma", gamma)
     show("dXhat", dXhat)
-    print("mean of dXhat, mean of dXhat ⊙ Xhat, for row 0 and for row 1:")
-    show("row 0", [dXhat[0].mean(), (dXhat * Xhat)[0].mean()])
-    show("row 1", [dXhat[1].mean(), (dXhat * Xhat)[1].mean()])
-    show("dX", dX)
-    show("row sums", dX.sum(axis=1))
-    show("dgamma", dgamma)
-    show("dbeta", dbeta)
+    print("means of dXhat and of dXhat ⊙ Xhat, row 0 and row 1:")
+    show("dXhat", dXhat.mean(axis=1))
+    show("⊙ Xhat", (dXhat * Xhat).mean(axis=1))
+    for name, array in (("dX", dX), ("row sums", dX.sum(axis=1)), ("dgamma", dgamma),
+                        ("dbeta", dbeta)):
+        show(name, array)
 
 if __name__ == "__main__": demo(demo_layernorm_backward)
 
@@ -1666,28 +1468,24 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 # ### 23. Xavier uniform initialisation
 #
 # Weights must start out random. If all entries of every matrix started equal, all columns of
-# `ff1_w`, say, would get the same gradient at every step and stay equal for ever. How large should
-# they be? Let fan_in be the number of rows of W and fan_out the number of columns. An entry of X W
-# is a sum of fan_in products x w. Take x and w as random, independent, with mean 0; the variance is
-# then the mean of the square. Since they are independent, the mean of x² w² is the mean of x² times
-# the mean of w², so a product has variance Var(x) Var(w), and the sum of independent ones has
-# fan_in Var(x) Var(w). To keep the size of the signal going forward, Var(w) should be 1/fan_in.
-# Going backward, dX = dY Wᵀ sums over fan_out numbers, which asks for 1/fan_out. Unless W is
-# square, both cannot hold at once, so the variance is put between them: 2 / (fan_in + fan_out).
-# This choice is named after Xavier Glorot.
+# `ff1_w`, say, would get the same gradient at every step and stay equal. Let fan_in be the number
+# of rows of W and fan_out the number of columns. An entry of X W is a sum of fan_in products x w.
+# Take x and w as random, independent, with mean 0; the variance is then the mean of the square. The
+# mean of x² w² is the mean of x² times the mean of w², so a product has variance Var(x) Var(w), and
+# the sum of independent ones has fan_in Var(x) Var(w). To keep the size of the signal going
+# forward, Var(w) should be 1/fan_in. Going backward, dX = dY Wᵀ sums over fan_out numbers, which
+# asks for 1/fan_out. The variance is put between them: 2 / (fan_in + fan_out).
 #
 # A uniform distribution U[-wmax, wmax] gives each number between -wmax and wmax the same chance.
-# Its variance is the mean of w² over that interval: the integral of w² from -wmax to wmax, which is
-# 2 wmax³/3, divided by the length 2 wmax. That is wmax²/3. Setting it to the wanted variance gives
-# wmax.
+# Its variance is the integral of w² from -wmax to wmax, which is 2 wmax³/3, divided by the length 2
+# wmax. That is wmax²/3; set to the wanted variance, it gives wmax. The sign ~ stands for 'drawn
+# from'.
 #
 #     wmax = √(6 / (fan_in + fan_out))                                                   (23.1)
 #     W_ij ~ U[-wmax, wmax]                                                              (23.2)
 #     Var(W_ij) = wmax²/3 = 2 / (fan_in + fan_out)                                     † (23.3)
 #
-# The sign ~ says that W_ij is drawn from that distribution.
-#
-# Shapes at the default sizes, and in the running example, for the first matrix of the hidden layer:
+# Shapes at the default sizes, and in the running example, for the first matrix of card 39:
 #
 #     W (d, F) = (32, 128)                  (4, 6)
 
@@ -1938,12 +1736,9 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 #
 # Shapes at the default sizes, and in the running example; wk and wv are like wq, bk and bv like bq:
 #
-#     Xn (T, d) = (16, 32)                  (3, 4)
+#     Xn, Q, K, V (T, d) = (16, 32)         (3, 4)
 #     wq (d, d) = (32, 32)                  (4, 4)
 #     bq (d,) = (32,)                       (4,)
-#     Q (T, d) = (16, 32)                   (3, 4)
-#     K (T, d) = (16, 32)                   (3, 4)
-#     V (T, d) = (16, 32)                   (3, 4)
 
 # %%
 def project_qkv(Xn, block):
@@ -2085,8 +1880,7 @@ if __name__ == "__main__": demo(demo_split_heads)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     Qh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
-#     Kh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     Qh, Kh (H, T, hs) = (2, 16, 16)       (2, 3, 2)
 #     QK (H, T, T) = (2, 16, 16)            (2, 3, 3)
 
 # %%
@@ -2208,8 +2002,7 @@ if __name__ == "__main__": demo(demo_causal_mask)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
-#     A (H, T, T) = (2, 16, 16)             (2, 3, 3)
+#     S, A (H, T, T) = (2, 16, 16)          (2, 3, 3)
 
 # %%
 def attention_weights(S):
@@ -2246,8 +2039,7 @@ if __name__ == "__main__": demo(demo_attention_softmax)
 # Shapes at the default sizes, and in the running example:
 #
 #     A (H, T, T) = (2, 16, 16)             (2, 3, 3)
-#     Vh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
-#     Oh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
+#     Vh, Oh (H, T, hs) = (2, 16, 16)       (2, 3, 2)
 
 # %%
 def weighted_values(A, Vh):
@@ -2323,9 +2115,7 @@ if __name__ == "__main__": demo(demo_merge_heads)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     Xn (T, d) = (16, 32)                  (3, 4)
-#     O (T, d) = (16, 32)                   (3, 4)
-#     out (T, d) = (16, 32)                 (3, 4)
+#     Xn, O, out (T, d) = (16, 32)          (3, 4)
 
 # %%
 def attention_forward(Xn, block, heads, T):
@@ -2430,13 +2220,9 @@ if __name__ == "__main__": demo(demo_output_projection)
 # Shapes at the default sizes, and in the running example; dKh and dVh are like dQh, dK and dV like
 # dQ:
 #
-#     dOut (T, d) = (16, 32)                (3, 4)
-#     dOh (H, T, hs) = (2, 16, 16)          (2, 3, 2)
-#     dA (H, T, T) = (2, 16, 16)            (2, 3, 3)
-#     dS (H, T, T) = (2, 16, 16)            (2, 3, 3)
-#     dQh (H, T, hs) = (2, 16, 16)          (2, 3, 2)
-#     dQ (T, d) = (16, 32)                  (3, 4)
-#     dXn (T, d) = (16, 32)                 (3, 4)
+#     dOut, dQ, dXn (T, d) = (16, 32)       (3, 4)
+#     dOh, dQh (H, T, hs) = (2, 16, 16)     (2, 3, 2)
+#     dA, dS (H, T, T) = (2, 16, 16)        (2, 3, 3)
 
 # %%
 def attention_backward(dOut, cache, block):
@@ -2529,10 +2315,8 @@ if __name__ == "__main__": demo(demo_attention_backward)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     Xn (T, d) = (16, 32)                  (3, 4)
-#     Z (T, F) = (16, 128)                  (3, 6)
-#     R (T, F) = (16, 128)                  (3, 6)
-#     Ff (T, d) = (16, 32)                  (3, 4)
+#     Xn, Ff (T, d) = (16, 32)              (3, 4)
+#     Z, R (T, F) = (16, 128)               (3, 6)
 
 # %%
 def ffn_forward(Xn, block):
@@ -2576,10 +2360,8 @@ if __name__ == "__main__": demo(demo_ffn)
 #
 # Shapes at the default sizes, and in the running example:
 #
-#     dOut (T, d) = (16, 32)                (3, 4)
-#     dR (T, F) = (16, 128)                 (3, 6)
-#     dZ (T, F) = (16, 128)                 (3, 6)
-#     dXn (T, d) = (16, 32)                 (3, 4)
+#     dOut, dXn (T, d) = (16, 32)           (3, 4)
+#     dR, dZ (T, F) = (16, 128)             (3, 6)
 #     dW1 (d, F) = (32, 128)                (4, 6)
 #     dW2 (F, d) = (128, 32)                (6, 4)
 
@@ -2637,8 +2419,7 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 #
 # Shapes at the default sizes, and in the running example; Xn, Att, Xmid, Xn2 and Ff are like X:
 #
-#     X (T, d) = (16, 32)                   (3, 4)
-#     Y (T, d) = (16, 32)                   (3, 4)
+#     X, Y (T, d) = (16, 32)                (3, 4)
 
 # %%
 def block_forward(X, block, heads, T):
@@ -2718,9 +2499,7 @@ if __name__ == "__main__": demo(demo_block)
 #
 # Shapes at the default sizes, and in the running example; all seven gradients have the shape of X:
 #
-#     dY (T, d) = (16, 32)                  (3, 4)
-#     dXmid (T, d) = (16, 32)               (3, 4)
-#     dX (T, d) = (16, 32)                  (3, 4)
+#     dY, dXmid, dX (T, d) = (16, 32)       (3, 4)
 
 # %%
 def block_backward(dY, cache, block):
@@ -2871,8 +2650,7 @@ if __name__ == "__main__": demo(demo_parameter_count)
 # Shapes at the default sizes, and in the running example:
 #
 #     ids (T,) = (16,)                      (3,)
-#     X (T, d) = (16, 32)                   (3, 4)
-#     Xf (T, d) = (16, 32)                  (3, 4)
+#     X, Xf (T, d) = (16, 32)               (3, 4)
 #     logits (T, V) = (16, V)               (3, 10)
 
 # %%
@@ -2939,8 +2717,7 @@ if __name__ == "__main__": demo(demo_model_forward)
 # parameter:
 #
 #     dlogits (T, V) = (16, V)              (3, 10)
-#     dXf (T, d) = (16, 32)                 (3, 4)
-#     dX (T, d) = (16, 32)                  (3, 4)
+#     dXf, dX (T, d) = (16, 32)             (3, 4)
 
 # %%
 def loss_and_grads(params, x, y, config):
@@ -3920,16 +3697,14 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   (lo, w) occurs 3 times, and then (blank, low) twice. The merges make lo, low and ` low`. After
 #   that every pair occurs once, and learning stops.
 #
-# - **1b.** Golden files that change: 3. There four of the short texts now get more merges: `abcdef`
-#   becomes abcd, e, f, and `xabyab` becomes x, abyab; abab becomes one token, and the long word
-#   gets all nine that it asks for. The running example asks for few merges, and has enough pairs
-#   that occur more often. With more merges than a text supports, this change would fill the
-#   vocabulary with whole words that are seen once.
+# - **1b.** Golden files that change: 3. There the short texts get more merges: `abcdef` becomes
+#   abcd, e, f, and `xabyab` becomes x, abyab. The running example asks for few merges, and has
+#   enough pairs that occur more often. With more merges than a text supports, this change would
+#   fill the vocabulary with whole words that are seen once.
 #
 # - **1c.** No. A blank is now matched by `\s+` and is a pre-token of its own; each character still
 #   lands in exactly one piece. The merges are now he, se, es, and no blank can be joined to the
-#   word behind it: the text has 23 ids, where it had 22. On longer texts the difference is larger:
-#   nearly every word costs an id more.
+#   word behind it: the text has 23 ids, where it had 22. Longer texts lose more.
 #
 # - **2a.** By 8.1, ⌈(1,000 - 16) / 4⌉ = 246 windows and ⌈984 / 16⌉ = 62. The last windows start at
 #   980 and 976, so the last targets are ids[996] and ids[992]. The first id is never a target: 996
@@ -3937,8 +3712,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # - **2b.** Golden files that change: 7, 9, 17, 45, 46, 49 to 51, 53, 55, 56, 61. In card 61 the
 #   training loss falls to 0.01 within 60 steps, where it was 0.30. The model has learned to copy:
-#   after each token it gives that token again. A loss that falls faster than it should is a reason
-#   to look at the data.
+#   after each token it gives that token again.
 #
 # - **3a.** Golden files that change: 12, 40, 46, 49 to 51, 53. The gradient check calls wrong the
 #   linear layer and the operations that are made of linear layers: attention, the feed-forward
@@ -3947,11 +3721,10 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   forms its own sums. And bk is right because its gradient is 0, by 38.14, and so is the mean of
 #   what adds up to 0.
 #
-# - **3b.** Golden files that change: 15, 57. Only these demos hand large positive scores to
-#   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Cards 17 and 57 take the maximum
-#   off themselves. The scores of attention in the other demos are small, and for them both forms
-#   agree in all digits shown. Such a fault sleeps until a model is trained long enough to have
-#   large scores.
+# - **3b.** Golden files that change: 15, 57, 60. Only these demos hand large positive scores to
+#   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Card 17 takes the maximum off
+#   itself. The scores of attention in the other demos are small, and for them both forms agree in
+#   all digits shown. Such a fault sleeps until a model is trained long enough to have large scores.
 #
 # - **3c.** Write a for tanh u. By the product rule the slope of x/2 · (1 + a) is (1 + a)/2 + x/2 ·
 #   a', and by the chain rule a' = (1 - a²) u', with u' = √(2/π) (1 + 3 · 0.044715 x²). Each entry
@@ -4449,7 +4222,7 @@ class Page:
 
     def apart(self, lines, at):
         """What is set apart by four blanks: equations, a table, or a drawing."""
-        rows = [re.split(" {2,}", re.sub(r"^(\w+) (\(.*?\)) = (?=\()", r"`\1`  \2  ", line))
+        rows = [re.split(" {2,}", re.sub(r"^([\w, ]+) (\(.*?\)) = (?=\()", r"`\1`  \2  ", line))
                 for line in lines]
         if rows[0][0][0] == "`":
             rows.insert(0, ["array", "shape", "at the default sizes", "in the running example"])
@@ -4472,7 +4245,8 @@ class Page:
             group.append(tag[1] if tag else line)
             if tag or not any(tags) and (lines + ["."])[i + 1][0] not in " =":
                 mathml, tex = equation(group, at + i)
-                width = max(len(re.sub("[_^ ]", "", x)) for x in re.split("  +", " ".join(group)))
+                signs = re.sub(r"\\(?!quad|math|oper|text|frac|left|right|hat)\w+", "x", tex)
+                width = max(len(re.sub(r"\\\w+|[\\,{}_^ ]", "", x)) for x in signs.split(r"\quad"))
                 name, number = "", ""
                 if tag:
                     name, to = f' id="eq-{tag[3]}"', "code" if tag[3] in self.places else "eq"

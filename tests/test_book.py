@@ -162,7 +162,8 @@ def test_shapes_in_the_prose_are_those_of_a_run(traced):
     for card in (card for card in CARDS if card.n):
         own = sum((calls.get(name, []) for name in card.functions), [])
         text = "\n".join(SECTIONS[card.line]).split("\n# Shapes")[1].split("\n# %%")[0]
-        for name, *groups in re.findall(rf"\b(\w+) {shape}(?: = {shape}(?: +{shape})?)?", text):
+        found = re.findall(rf"\b((?:\w+, )*\w+) {shape}(?: = {shape}(?: +{shape})?)?", text)
+        for name, groups in ((name, row[1:]) for row in found for name in row[0].split(", ")):
             symbols, *sizes = (re.findall(r"\w+", group) for group in groups)
             for size, known in zip(filter(None, sizes), written):
                 assert size == [f"{known.get(x, x)}" for x in symbols], (card.n, name, groups)

@@ -29,7 +29,7 @@ def test_a_blanked_file_elsewhere(tmp_path):
         return subprocess.run([sys.executable, tmp_path / "mine.py", *args], cwd=cwd, text=True,
                               capture_output=True, env=plain_environment(PYTHONUTF8="1"))
 
-    assert run("blank", "15", "5", "--out", "mine.py", cwd=tmp_path).returncode == 0
+    assert run("blank", "15", "58", "--out", "mine.py", cwd=tmp_path).returncode == 0
     refused(run("blank", "16", "--out", "mine.py", cwd=tmp_path), "mine.py", "exists")
     for args in (["demo", "34"], ["gradcheck"], ["train", "--text", ROOT / "corpus.txt"]):
         assert (result := mine(*args)).returncode == 2 and "Traceback" not in result.stderr
@@ -49,10 +49,10 @@ def test_the_book_as_it_stands_is_right(names):
 @pytest.mark.parametrize("card, old, new, words", [
     ("12", "dW = X.T @ dY ", "dW = dY.T @ X ", "dW (6, 4): transposed"),
     ("12", "dX = dY @ W.T ", "dX = dY @ W ", "Stopped: 12, gradcheck at line "),
-    ("11", "    Y += b ", "    Y -= b ", "Y (3, 6): row 0, column 0 is -0.61 in place of -0.21"),
+    ("11", "    Y = X @ W + b ", "    Y = X @ W - b ", "Y (3, 6): row 0, column 0 is -0.61 in place of -0.21"),
     ("38", "dQh = dS @ Kh / math.sqrt(hs)", "dQh = dS @ Kh", "all numbers are 1.414 times"),
     ("16", "    dz = p * (dp", "    dz = -p * (dp", "all numbers are -1 (sign) times"),
-    ("15", "p = e / row_sums(e)", "p = e", "p (3,): row 0, column 0 is 0.2 in place of 0.125; all"),
+    ("15", "p = e / row_sums(e)", "p = e", "p (3, 3): row 0, column 0 is 0.2 in place of 0.125"),
     ("22", "    dX = s * (", "    dX = (", "the rows are 2.999, 0.2916 times"),
     ("52", "lr_max * t", "lr_max / t", "2  η = 0.001250  #####' in place of 't =  2  η = 0.005")])
 def test_what_is_wrong_is_told(card, old, new, words, capsys):
