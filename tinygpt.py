@@ -1537,8 +1537,7 @@ if __name__ == "__main__": demo(demo_xavier)
 #
 #     (E[ids])_t = E_(i_t),  i_t = ids[t]                                                (24.1)
 #
-# NumPy would take a negative id and silently count from the end of the table, so ids are checked
-# first.
+# NumPy would take a negative id and count from the end of the table, so ids are checked first.
 #
 # Shapes at the default sizes, and in the running example; E is `tok_emb`:
 #
@@ -1562,7 +1561,6 @@ def demo_token_embedding():
         show(f"{i} {token!r}", row, digits=1)
     print(f"window x = {e.x.tolist()} = {[e.tokenizer.itos[i] for i in e.x]}")
     show("E[x]", token_embedding(e.params["tok_emb"], e.x), digits=1)
-    show("E[[0, 9]]", token_embedding(e.params["tok_emb"], np.array([0, 9])), digits=1)
     refused(token_embedding, e.params["tok_emb"], np.array([-1, 9]))
 
 if __name__ == "__main__": demo(demo_token_embedding)
@@ -1576,11 +1574,10 @@ if __name__ == "__main__": demo(demo_token_embedding)
 #
 #     (Pos[:T])_t = P_t,  t = 0, ..., T-1                                                (25.1)
 #
-# The position counts from the start of the window, not of the text. A shorter sequence uses fewer
-# rows. Tmax is the longest sequence that the model accepts, and T the length of its training
-# windows, which may be smaller. Then the rows from T on are never trained. They hold nothing but
-# their random start, which weight decay shrinks towards 0 (card 50), and must not be read when the
-# model writes (card 61).
+# The position counts from the start of the window, not of the text. Tmax is the longest sequence
+# that the model accepts, and T the length of its training windows, which may be smaller. Then the
+# rows from T on are never trained. They hold nothing but their random start, which weight decay
+# shrinks towards 0 (card 50), and must not be read when the model writes (card 61).
 #
 # Shapes at the default sizes, and in the running example; Pos is `pos_emb`:
 #
@@ -1606,15 +1603,13 @@ if __name__ == "__main__": demo(demo_position_embedding)
 # %% [markdown]
 # ### 26. Embedding sum (forward)
 #
-# What a token is and where it stands are two facts about one position, and both go into one row.
-# They are simply added. With d numbers to play with, training can keep the two apart by using
-# different directions for them.
+# What a token is and where it stands are two facts about one position, and both go into one row:
+# they are added. Training can keep the two apart by using different directions for them.
 #
 #     X(0)_t = E_(i_t) + P_t                                                           † (26.1)
 #     X(0) = E[ids] + Pos[:T]                                                            (26.2)
 #
-# The first line says it for one position, the second for all at once. X(0), in code X0, is the
-# input of block 0.
+# X(0), in code X0, is the input of block 0.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1653,13 +1648,12 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 #     dPos_t = dX(0)_t if t < T else 0                                                   (27.3)
 #
 # Here hides a trap. `dE[ids] += dX0` looks right, but with an id that occurs twice, NumPy reads the
-# old row twice, adds once to each copy and writes one over the other: a contribution is lost. They
-# must all be added. `np.add.at` does that, one row after the other.
+# old row twice, adds once to each copy and writes one over the other: a contribution is lost.
+# `np.add.at` adds one row after the other.
 #
 # The position row Pos_t is added at position t only, so it gets dX(0)_t. With a batch, a token row
 # collects from all windows, and a position row from the same position of all windows: there the
-# tall matrix is seen as its windows again, and added up over them. Rows that no position used get
-# exactly 0.
+# tall matrix is seen as its windows again. Rows that no position used get exactly 0.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1723,10 +1717,11 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 # %% [markdown]
 # ### 28. Q, K, V projections (forward)
 #
-# Three linear layers read the same rows Xn and give each position three rows: a query Q (what do I
-# look for?), a key K (what do I offer for matching?) and a value V (what do I pass on?). Three,
-# because to ask, to be found and to answer are three different things: a verb may look for its
-# subject, but it does not answer like one. Xn is the normalised copy of X that card 41 prepares.
+# Three linear layers, in this place called projections, read the same rows Xn and give each
+# position three rows: a query Q (what do I look for?), a key K (what do I offer for matching?) and
+# a value V (what do I pass on?). To ask, to be found and to answer are three different things: a
+# verb may look for its subject, but it does not answer like one. Xn is the normalised copy of X of
+# card 41.
 #
 #     Q = Xn Wq + 1 bqᵀ                                                                  (28.1)
 #     K = Xn Wk + 1 bkᵀ                                                                  (28.2)
@@ -1770,15 +1765,13 @@ if __name__ == "__main__": demo(demo_qkv)
 #
 # One mixture per position is little: a word may want its verb and its adjective at once. So the
 # width is shared out among H heads; this is multi-head attention. Each head works on its own hs
-# columns of Q, K and V, asks its own question and gets its own mixture. That takes no more
-# parameters than a single head would.
+# columns of Q, K and V and gets its own mixture, with no more parameters than a single head has.
 #
 #     hs = d / H,  d mod H = 0                                                           (29.1)
 #     M(h)[t, c] = M[t, h·hs + c]                                                        (29.2)
 #
-# `mod` is the remainder of a division: the width must be a multiple of H, or columns would be left
-# over. Head h owns the columns h hs to (h + 1) hs - 1; M stands for Q, K or V, and M(h) for the
-# columns of head h. Heads are numbered from 0.
+# `mod` is the remainder of a division: the width must be a multiple of H. Heads are numbered from
+# 0; M stands for Q, K or V, and M(h) for the columns of head h, h hs to (h + 1) hs - 1.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1819,17 +1812,16 @@ if __name__ == "__main__": demo(demo_heads)
 # %% [markdown]
 # ### 30. Splitting into heads (forward)
 #
-# To let one call serve all heads at once, a matrix product for each, the heads become an axis of
-# their own, in front of the positions.
+# To let one call serve all heads, the heads become an axis of their own, in front of the positions.
 #
 #     Qh, Kh, Vh = split(Q, H), split(K, H), split(V, H)                                 (30.1)
 #
 # Here, in its inverse in card 36 and in the embeddings, a tall matrix is seen as its windows of T
-# rows. `split_heads` takes two steps. The reshape cuts the rows into windows and each row into H
-# pieces of hs numbers, (T, d) to (T, H, hs): that is 29.2. The swap of axes brings the head to the
-# front. Reshaping straight to (H, T, hs) would give the right shape and wrong contents: it would
-# deal out positions to the heads, where columns are meant. The axis of the windows stands in front
-# of all, with one entry if there is one window; shapes leave it out.
+# rows. The reshape cuts the rows into windows and each row into H pieces of hs numbers, (T, d) to
+# (T, H, hs): that is 29.2. The swap of axes brings the head to the front. Reshaping straight to (H,
+# T, hs) would give the right shape and wrong contents: positions would be dealt out to the heads,
+# where columns are meant. The axis of the windows stands in front of all, with one entry for one
+# window; shapes leave it out.
 #
 #     M        columns 0 1 | 2 3         Mh       head 0: 0 1    head 1: 2 3
 #     row 0            a b | c d         row 0            a b            c d
@@ -1869,14 +1861,12 @@ if __name__ == "__main__": demo(demo_split_heads)
 #
 # How well does key j fit query i? Multiply them number by number and add up. This dot product is
 # positive where the two rows, seen as arrows, point the same way, and negative where they point in
-# opposite ways; its size grows with the lengths of the rows. All pairs of a head are one matrix
-# product, with K turned on its side:
+# opposite ways. All pairs of a head are one matrix product, with K turned on its side:
 #
 #     QK = Qh Khᵀ,  QK_ij = ∑_c (Qh)_ic (Kh)_jc                                          (31.1)
 #
 # Row i is the position that asks, column j the one that is asked; c runs over the hs columns of one
-# head. The ᵀ of Khᵀ swaps the last two axes only. `.T` in NumPy would reverse all of them, heads
-# included.
+# head. The ᵀ of Khᵀ swaps the last two axes only; `.T` in NumPy would reverse all of them.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1911,13 +1901,13 @@ if __name__ == "__main__": demo(demo_scores)
 # variance 1 · 1, their variances add up, and the sum has variance hs: wider heads give larger
 # scores. Large differences between scores make softmax nearly certain of one key. There every p_i
 # is near 0 or 1, and by 16.1 all derivatives p_i (δ_ij - p_j) are near 0, so queries and keys
-# hardly learn. Dividing by √hs, the root of the variance, brings the scores back to size 1 whatever
-# the width; hence the name scaled dot-product attention.
+# hardly learn. Dividing by √hs, the root of the variance, brings the scores back to size 1: scaled
+# dot-product attention.
 #
 #     S = Qh Khᵀ / √hs                                                                   (32.1)
 #
-# It is the root of hs, the size of a head, not of d. `math.sqrt` gives a Python float, which leaves
-# a float32 array in float32; dividing by the scalar of np.sqrt would not, from NumPy 2 on.
+# It is the root of hs, in the title d_h, and not of d. `math.sqrt` gives a Python float, which
+# leaves a float32 array in float32; the scalar of np.sqrt would not, from NumPy 2 on.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1959,13 +1949,12 @@ if __name__ == "__main__": demo(demo_scaling)
 #
 #     S_ij ← S_ij if j ≤ i else -∞                                                       (33.1)
 #
-# The arrow ← says that the entry is replaced. Why -∞ and not 0? The mask comes before softmax,
-# where a score of 0 is an ordinary score with an ordinary probability. Only -∞ is sure to get
-# exactly probability 0. The diagonal j = i stays, so every row keeps at least one finite score.
+# Why -∞ and not 0? The mask comes before softmax, where a score of 0 is an ordinary score. Only -∞
+# is sure to get exactly probability 0. The diagonal j = i stays, so every row keeps a finite score.
 #
-# The code adds a matrix that is 0 where j ≤ i and -∞ elsewhere: adding 0 changes nothing, and a
-# finite score plus -∞ is -∞. A mask of zeros and ones, multiplied by -∞, would not do: 0 times ∞ is
-# no number. The matrix is the same for all heads and windows; it is made once for each T and kept.
+# The code adds a matrix that is 0 where j ≤ i and -∞ elsewhere, which `np.triu(..., 1)` leaves
+# above the diagonal. It is the same for all heads and windows, made once for each T, kept, and
+# read-only.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -1977,6 +1966,7 @@ if __name__ == "__main__": demo(demo_scaling)
 def causal_mask(T, dtype):
     """A matrix (T, T) to be added to the scores: 0 where j ≤ i, -inf where j > i (card 33)."""
     mask = np.triu(np.full((T, T), -np.inf, dtype), 1)                      # (T, T)
+    mask.flags.writeable = False
     return mask
 
 
@@ -1997,8 +1987,8 @@ if __name__ == "__main__": demo(demo_causal_mask)
 #     A = softmax(S),  ∑_j A_ij = 1                                                      (34.1)
 #     exp(-∞) = 0  ⇒  A_ij = 0 for j > i                                               † (34.2)
 #
-# The sum runs over the keys, along a row. Row 0 is always 1, 0, ..., 0: the first position can only
-# look at itself. A is the matrix of attention weights: row i says how query i shares its attention.
+# A is the matrix of attention weights: row i says how query i shares its attention. Row 0 is 1, 0,
+# ..., 0: the first position can only look at itself.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -2068,8 +2058,7 @@ if __name__ == "__main__": demo(demo_weighted_values)
 #     O = merge(A Vh) = [A(0) V(0), ..., A(H-1) V(H-1)]                                  (36.1)
 #
 # A(h) is the matrix of head h, and V(h) its values. It is card 30 undone, in reverse order: first
-# swap the axes back, then join the pieces. Without the swap the shape would be right and the
-# contents mixed up.
+# swap the axes back, then join the pieces.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -2165,14 +2154,14 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 # The mixture Oh = A Vh is a matrix product in which both factors depend on the input. Read A as the
 # input of a linear layer with weights Vh, and 12.2 and 12.4 give both gradients. Each head of each
-# window has its own Vh, so nothing is summed over them, and the products are written out:
+# window has its own Vh, and the products are written out:
 #
 #     dVh = Aᵀ dOh                                                                       (38.4)
 #     dA = dOh Vhᵀ                                                                       (38.5)
 #
 # In words: row j of dVh is ∑_(i≥j) A_ij (dOh)_i. A value collects from every position that looked
-# at it, as much as it was looked at; so a mistake late in the window teaches early tokens. dA_ij is
-# the dot product of (dOh)_i and (Vh)_j: how the loss would change if i looked more at j.
+# at it, as much as it was looked at. dA_ij is the dot product of (dOh)_i and (Vh)_j: how the loss
+# would change if i looked more at j.
 #
 # The softmax is 16.2 on each row i: A_ij is its p_j, dA_ij its dp_j, and its sum index i is now k.
 # dA has numbers above the diagonal too, as if i might look at later keys. The mask needs no step of
@@ -2196,9 +2185,7 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 # In words: row i of dQh adds up keys, weighted by row i of dS; row j of dKh adds up queries,
 # weighted by column j. Since each row of dS sums to 0 (card 16), a query is moved towards some keys
-# and away from others. Position 0 can only look at itself, with weight 1 whatever it asks, so its
-# query gets no gradient. Its key gets one from all later positions, its value from these and from
-# position 0 itself.
+# and away from others. Position 0 can only look at itself, so its query gets no gradient.
 #
 # The three projections are linear layers with one common input; r stands for q, k, v, and dM_q is
 # dQ and so on. Xn is used three times, so three gradients add up:
@@ -2215,7 +2202,7 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 #     dbk = 1ᵀ dK = 0                                                                 † (38.14)
 #
-# The code computes it like the others and gets rounding noise. GPT-2 has this useless bias as well.
+# The code computes it like the others and gets rounding noise.
 #
 # Shapes at the default sizes, and in the running example; dKh and dVh are like dQh, dK and dV like
 # dQ:
@@ -2302,16 +2289,14 @@ if __name__ == "__main__": demo(demo_attention_backward)
 # After attention has gathered what a position needs, something must be made of it. A linear layer
 # widens the row to F hidden numbers, ReLU silences those below zero, and a second linear layer
 # brings the rest back to width d. Such a network is also called an MLP, a multi-layer perceptron.
-# Each hidden number is a detector for some pattern in the row; the second layer says what to add to
-# the row when the pattern is there.
 #
 #     Z = Xn W1 + 1 b1ᵀ                                                                  (39.1)
 #     R = ReLU(Z)                                                                        (39.2)
 #     Ff = R W2 + 1 b2ᵀ                                                                  (39.3)
 #     FFN(x) = ReLU(x W1 + b1) W2 + b2                                                 † (39.4)
 #
-# The last line says the first three again, for a single row. Xn is the input of this layer; in a
-# block it is the second normalised copy, which card 41 calls Xn2.
+# The last line says the first three again, for a single row x. In code W1, b1, W2, b2 are ff1_w,
+# ff1_b, ff2_w, ff2_b. Xn is the input of this layer; card 41 calls it Xn2.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -2354,9 +2339,8 @@ if __name__ == "__main__": demo(demo_ffn)
 #     dW1 = Xnᵀ dZ                                                                       (40.6)
 #     db1 = 1ᵀ dZ                                                                        (40.7)
 #
-# dOut is the gradient of this layer's output Ff. Where a hidden number was silent, dZ is 0 whatever
-# dR is. So its column of W1 learns nothing from this position, by 40.6, and its row of W2 neither,
-# by 40.2, since R is 0 there. Kept from the forward pass: Xn, Z and R.
+# dOut is the gradient of this layer's output Ff. Where a hidden number was silent, R and dZ are 0,
+# so its column of W1 and its row of W2 learn nothing from this position, by 40.6 and 40.2.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -2394,11 +2378,11 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 # %% [markdown]
 # ### 41. Pre-LN block, forward
 #
-# A block does not replace X, it adds to X. What attention finds is added to the row, then what the
-# feed-forward network makes of that is added too. The row is like a sheet that is handed from block
-# to block, and each may write on it. The path on which X itself reaches the sum, past the branch,
-# is called the residual or skip connection; the rows that flow along it are the residual stream. It
-# also gives the gradients a straight way back through many blocks (card 42).
+# A block does not replace X, it adds to X: what attention finds, then what the feed-forward network
+# makes of that. The row is like a sheet that is handed from block to block, and each may write on
+# it. The path on which X itself reaches the sum, past the branch, is called the residual or skip
+# connection; the rows that flow along it are the residual stream. It also gives the gradients a
+# straight way back through many blocks (card 42).
 #
 #     X ─┬─ LN1 ─ Attention ─ + ─ Xmid ─┬─ LN2 ─ FFN ─ + ─ Y
 #        └────────────────────┘         └──────────────┘
@@ -2413,9 +2397,8 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 #
 # Attention and feed-forward layer, each with its LayerNorm, are called branches or sublayers. The
 # normalisation comes at the start of each branch, never on the residual path; that is what pre-LN
-# means. The first transformer normalised after the sum, so its residual path ran through a
-# LayerNorm at each step. At the start the gradients near its output were large, and training had to
-# begin with very small steps. Here the sum takes X and Xmid as they are.
+# means. The first transformer normalised after the sum: at the start the gradients near its output
+# were large, and training had to begin with very small steps.
 #
 # Shapes at the default sizes, and in the running example; Xn, Att, Xmid, Xn2 and Ff are like X:
 #
@@ -2489,13 +2472,12 @@ if __name__ == "__main__": demo(demo_block)
 # times a chain of 2L matrices. How large dX(0) is beside dX(L), the ratio of the roots of their
 # sums of squares, was measured on models of width 32 at their starting values, with five seeds:
 #
-#     blocks   as it is     without the path   without the path and LayerNorm
-#     24       15 to 40     0.09 to 21         6e-8 to 2e-6
-#     48       26 to 63     0.01 to 0.7        4e-14 to 1e-12
+#     blocks   as it is   no path        no LayerNorm   neither
+#     24       16 to 44   0.026 to 3.7   4e4 to 2e7     6e-8 to 1.4e-6
+#     48       33 to 59   0.025 to 17    1e9 to 7e9     4e-14 to 3.6e-13
 #
-# A gradient that shrinks so is said to vanish, one that grows past all bounds to explode. In a deep
-# stack that has neither LayerNorm nor the path, these vanish; with LayerNorm alone they shrink much
-# less, and with both they grow.
+# A gradient that shrinks so is said to vanish, one that grows so to explode. With neither they
+# vanish, with the path alone they explode.
 #
 # Shapes at the default sizes, and in the running example; all seven gradients have the shape of X:
 #
@@ -2544,10 +2526,9 @@ if __name__ == "__main__": demo(demo_residual_backward)
 # %% [markdown]
 # ### 43. Starting values of the parameters
 #
-# Matrices start random (card 23), both embedding tables included. A table is looked up and not
-# multiplied, so for it the rule of card 23 has no deeper reason; it just gives small numbers.
-# Biases and the offsets of LayerNorm start at 0, so that nothing is preferred. Gains start at 1, so
-# that LayerNorm starts as plain normalisation; gains of 0 would silence the branch behind it.
+# Matrices start random (card 23), both embedding tables included, though for a table that is looked
+# up and not multiplied the rule has no deeper reason. Biases and the offsets of LayerNorm start at
+# 0. Gains start at 1, so that LayerNorm starts as plain normalisation.
 #
 #     W ~ Xavier uniform,  b = 0,  γ = 1,  β = 0                                         (43.1)
 #
@@ -2596,8 +2577,8 @@ if __name__ == "__main__": demo(demo_init)
 #     n_block = 4d² + 2 d F + F + 9d                                                   † (44.1)
 #     n_params = (2d + 1) V + (Tmax + 2) d + L (4d² + 2 d F + F + 9d)                  † (44.2)
 #
-# The number of heads plays no part: heads share out the width, they do not add to it. The program
-# counts the arrays themselves; this card's demo carries out the formula, and both agree.
+# The number of heads plays no part: heads share out the width. The function counts the arrays
+# themselves; the demo carries out the formula.
 #
 # Shapes: an integer.
 
@@ -2625,11 +2606,11 @@ if __name__ == "__main__": demo(demo_parameter_count)
 # %% [markdown]
 # ### 45. Whole model, forward
 #
-# Tables, blocks, one more LayerNorm, head. The last LayerNorm is needed because the sum along the
-# residual path was never normalised itself. The head gives one logit for each token of the
-# vocabulary. It is a linear layer, called LM head (for language model) or unembedding, and has
-# nothing to do with the heads of attention. Where its matrix is the token table, turned on its
-# side, the two are tied, as in GPT-2; here they are not.
+# Tables, blocks, one more LayerNorm, since the sum along the residual path was never normalised
+# itself, and the head. The head gives one logit for each token of the vocabulary. It is a linear
+# layer, called LM head (for language model) or unembedding, and has nothing to do with the heads of
+# attention. Where its matrix is the token table, turned on its side, the two are tied, as in GPT-2;
+# here they are not.
 #
 #     1 ≤ T ≤ Tmax                                                                       (45.1)
 #     X(l+1) = Block_l(X(l)),  l = 0, ..., L-1                                           (45.2)
@@ -2639,13 +2620,9 @@ if __name__ == "__main__": demo(demo_parameter_count)
 #
 #     ids ─ tok_emb, pos_emb ─ X(0) ─ Block_0 ─ X(1) ─ ... ─ X(L) ─ LNf ─ Xf ─ head ─ logits
 #
-# In code Whead is head_w and bhead is head_b, as in cards 39 and 40 W1, b1, W2, b2 are ff1_w,
-# ff1_b, ff2_w, ff2_b.
-#
-# A sequence longer than the position table has no rows for its last positions. NumPy would cut the
-# table short without a word and fail later with a message about shapes, so 45.1 is checked.
-#
-# Row t of the logits scores the token that follows position t, and depends on tokens 0 to t only.
+# In code Whead is head_w and bhead is head_b. 45.1 is checked, since a longer sequence has no rows
+# in the position table for its last positions. Row t of the logits scores the token that follows
+# position t, and depends on tokens 0 to t only.
 #
 # Shapes at the default sizes, and in the running example:
 #
@@ -2699,9 +2676,8 @@ if __name__ == "__main__": demo(demo_model_forward)
 # %% [markdown]
 # ### 46. Whole model, backward
 #
-# The forward order turned round: head, last LayerNorm, blocks from last to first, tables. Each step
-# takes the gradient of its output and returns that of its input. dlogits, where it all begins, is
-# 18.2.
+# The forward order turned round: head, last LayerNorm, blocks from last to first, tables. dlogits,
+# where it all begins, is 18.2.
 #
 #     dXf, dWhead, dbhead = Head_back(dlogits)                                           (46.1)
 #     dX(L), dγf, dβf = LNf_back(dXf)                                                    (46.2)
@@ -2709,9 +2685,8 @@ if __name__ == "__main__": demo(demo_model_forward)
 #     d tok_emb, d pos_emb = Embed_back(dX(0))                                           (46.4)
 #
 # Each block returns the gradients of its own 16 arrays too. This is all of backpropagation. One
-# forward pass and one backward pass give the derivative of the loss by every parameter, however
-# many there are. Finding them by trying, one parameter at a time, would need two forward passes for
-# each (card 47).
+# forward pass and one backward pass give the derivative of the loss by every parameter. Finding
+# them by trying would need two forward passes for each (card 47).
 #
 # Shapes at the default sizes, and in the running example; each gradient has the shape of its
 # parameter:

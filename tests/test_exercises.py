@@ -246,6 +246,36 @@ def test_6a_without_the_residual_connection():
     assert wrong_arrays(altered("6a")) == TABLES | block(0, ALL_BUT_BK)
 
 
+def test_the_table_of_card_42():
+    """The gradient of the first block's input beside that of the last one's output."""
+    def ratio(module, layers, seed):
+        rng, config, caches = np.random.default_rng(seed), module.ModelConfig(65, layers=layers), []
+        params = module.init_params(config, rng, np.float64)
+        X = module.embed_forward(params, rng.integers(0, 65, 16))
+        for l in range(layers):
+            X, cache = module.block_forward(X, module.block_params(params, l), 2, 16)
+            caches.append(cache)
+        dY = dX = rng.normal(size=X.shape)
+        for l in reversed(range(layers)):
+            dX, _ = module.block_backward(dX, caches[l], module.block_params(params, l))
+        return math.sqrt((dX ** 2).sum() / (dY ** 2).sum())
+
+    path = [(f"\n    {a} = {b} + {c}  ", f"\n    {a} = {c}  ") for a, b, c in (
+        ("Xmid", "X", "Att"), ("Y", "Xmid", "Ff"), ("dXmid", "dY", "dXmid_branch"),
+        ("dX", "dXmid", "dX_branch"))]
+    kinds = [changed_module(*changes) for changes in ([], path, [], path)]
+    for module in kinds[2:]:
+        module.layer_norm_forward = lambda X, gamma, beta: (X, None)
+        module.layer_norm_backward = lambda dY, cache: (dY, 0, 0)
+    for layers in (24, 48):
+        row = re.search(rf"(?m)^#     {layers}  +(.+ to .+)", SOURCE)[1].split("  ")
+        printed = [cell.split(" to ") for cell in map(str.strip, row) if cell]
+        for module, (low, high) in zip(kinds, printed, strict=True):
+            found = [ratio(module, layers, seed) for seed in range(5)]
+            assert float(low) == pytest.approx(min(found), rel=0.25)
+            assert float(high) == pytest.approx(max(found), rel=0.25)
+
+
 def test_6b_the_size_of_gpt_2():
     V, d = 50257, 768
     n = sum(math.prod(shape) for shape in
