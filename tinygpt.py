@@ -41,9 +41,10 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # ## How to read this file
 #
 # The ten chapters have 61 sections, called cards. A card takes one step. It says what the step is
-# for, states it as numbered equations, gives the shapes, then the code, then a demo with numbers
-# small enough to redo by hand. What a demo prints is kept in the folder `golden`, so a change to
-# the code of an equation shows up there as a difference.
+# for, states it as numbered equations, gives the shapes of its arrays (in letters, at the default
+# sizes, and in the running example), then the code, then a demo with numbers small enough to redo
+# by hand. What a demo prints is kept in the folder `golden`, so a change to the code of an equation
+# shows up there as a difference.
 #
 # - A number like 15.2 names the second equation of card 15. It stands at the end of the equation,
 #   and again at the end of the line of code that carries it out. 'As 15.2' marks code that does the
@@ -326,8 +327,6 @@ def demo(function):
 # n_w of places i where it stands; the bars count the members of a set:
 #
 #     n_w = |{i : pretoken[i] = w}|                                                       (1.1)
-#
-# Shapes: none; a text becomes a dict {pre-token: count}.
 
 # %%
 MARKS = "".join(char for char in map(chr, range(0x300, 0x20000))
@@ -381,8 +380,6 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 # on the order of a dict. And a pair must occur at least twice: joining a pair that occurs once
 # saves a single token and costs one in the vocabulary. So there may be fewer merges than asked for.
 # `places` tells for each pair in which pre-tokens it stands, for card 3.
-#
-# Shapes: none; counts become the list of merges [(a, b), ...].
 
 # %%
 def count_pairs(toks, n):
@@ -427,8 +424,6 @@ if __name__ == "__main__": demo(demo_pair_frequency)
 # put in. The best pair comes from a heap, a list that hands out its smallest entry cheaply: among
 # entries (-f, pair) that is the most frequent pair, and among equals the smallest one, as in 2.2.
 # When a count changes, a new entry is added; one that is out of date is dropped when it comes up.
-#
-# Shapes: none; a list of tokens becomes a list that is as long or shorter.
 
 # %%
 def merge_tokens(tokens, pair):
@@ -749,8 +744,6 @@ if __name__ == "__main__": demo(demo_windows)
 #
 # A stream of T ids or fewer has no window, and the formula would give zero or less. Python's //
 # rounds down; with the signs flipped before and after, it rounds up.
-#
-# Shapes: three numbers give one.
 
 # %%
 def window_count(N, T, stride):
@@ -846,8 +839,6 @@ if __name__ == "__main__": demo(demo_batches)
 # row, a row of ones on the left each column. A column of 1/n in place of ones gives the mean of
 # each row. `column` makes such a column once and keeps it.
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     X (T, d) = (16, 32)                   (3, 4)        a window going into attention
 #     X (T, F) = (16, 128)                  (3, 6)        its hidden numbers (card 39)
 
@@ -899,7 +890,7 @@ if __name__ == "__main__": demo(demo_matmul)
 #
 #     Y = X W + 1 bᵀ                                                                     (11.1)
 #
-# Shapes at the default sizes, and in the running example, for the first layer of card 39:
+# Shapes, for the first layer of card 39:
 #
 #     X (T, d) = (16, 32)                   (3, 4)
 #     W (d, F) = (32, 128)                  (4, 6)
@@ -951,7 +942,7 @@ if __name__ == "__main__": demo(demo_linear)
 # mean: a bias that serves T rows gets T contributions. With a batch the sums run over the rows of
 # all windows. The backward pass needs X and W, but not Y.
 #
-# Shapes at the default sizes, and in the running example, for the first layer of card 39:
+# Shapes, for the first layer of card 39:
 #
 #     dY (T, F) = (16, 128)                 (3, 6)
 #     dW (d, F) = (32, 128)                 (4, 6)
@@ -993,8 +984,6 @@ if __name__ == "__main__": demo(demo_linear_backward)
 #
 #     R_ti = max(0, Z_ti)                                                                (13.1)
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     Z, R (T, F) = (16, 128)               (3, 6)
 
 # %%
@@ -1028,8 +1017,6 @@ if __name__ == "__main__": demo(demo_relu)
 #     dZ = dR ⊙ 1[Z > 0]                                                                 (14.2)
 #
 # The condition looks at the input Z of the forward pass, not at dR: a negative gradient may pass.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     dR, dZ (T, F) = (16, 128)             (3, 6)
 
@@ -1070,8 +1057,8 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # A score of -∞ gets exactly probability 0. The largest score of a row must be finite.
 #
-# Shapes at the default sizes, and in the running example, as attention uses it in chapter 5, with a
-# row of scores for each of H heads and T positions:
+# Shapes, as attention uses it in chapter 5, with a row of scores for each of H heads and T
+# positions:
 #
 #     z, e, p (H, T, T) = (2, 16, 16)       (2, 3, 3)
 
@@ -1118,7 +1105,7 @@ if __name__ == "__main__": demo(demo_softmax)
 # row of dz sums to 0, the average less the average. Only the demo builds the matrix of 16.1, called
 # a Jacobian. The backward pass needs p, not the scores.
 #
-# Shapes at the default sizes, and in the running example, where attention uses it:
+# Shapes, where attention uses it:
 #
 #     dp, dz (H, T, T) = (2, 16, 16)        (2, 3, 3)
 
@@ -1164,8 +1151,6 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # log of a finished softmax would be -∞ where a tiny probability was rounded to 0. In 17.2 it is
 # merely a large negative number. 17.1 keeps exp from overflowing, as in card 15. 17.3 takes the
 # mean over all positions. P is kept for the backward pass.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     logits, z, logp, P (T, V) = (16, V)   (3, 10)
 #     y (T,) = (16,)                        (3,)
@@ -1228,8 +1213,6 @@ if __name__ == "__main__": demo(demo_cross_entropy)
 # A step against this gradient pushes the target's logit up, in proportion to 1 - P, and every other
 # logit down, in proportion to its P. Each row sums to 0. With a batch, T counts all positions.
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     P, dlogits (T, V) = (16, V)           (3, 10)
 
 # %%
@@ -1267,8 +1250,6 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 #     perplexity = exp(loss)                                                             (19.1)
 #
 # Take exp of the mean loss. The mean of the exponentials is larger unless all losses are equal.
-#
-# Shapes: one number gives one number.
 
 # %%
 def perplexity(loss):
@@ -1305,8 +1286,6 @@ if __name__ == "__main__": demo(demo_perplexity)
 # number that keeps a constant row, whose variance is 0, from a division by zero. The gain γ and the
 # offset β are learned, so the network can choose another size and centre for each feature (column).
 # Kept for the backward pass, in what is called a cache: Xhat, s and γ.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     X, Xhat, Y (T, d) = (16, 32)          (3, 4)
 #     mu, s (T, 1) = (16, 1)                (3, 1)
@@ -1429,8 +1408,6 @@ if __name__ == "__main__": demo(demo_layernorm_derivation)
 #
 # Each row of dX sums to 0, because shifting a row changes nothing.
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     dY, dXhat, dX (T, d) = (16, 32)       (3, 4)
 #     dgamma, dbeta (d,) = (32,)            (4,)
 
@@ -1485,7 +1462,7 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 #     W_ij ~ U[-wmax, wmax]                                                              (23.2)
 #     Var(W_ij) = wmax²/3 = 2 / (fan_in + fan_out)                                     † (23.3)
 #
-# Shapes at the default sizes, and in the running example, for the first matrix of card 39:
+# Shapes, for the first matrix of card 39:
 #
 #     W (d, F) = (32, 128)                  (4, 6)
 
@@ -1539,7 +1516,7 @@ if __name__ == "__main__": demo(demo_xavier)
 #
 # NumPy would take a negative id and count from the end of the table, so ids are checked first.
 #
-# Shapes at the default sizes, and in the running example; E is `tok_emb`:
+# Shapes; E is `tok_emb`:
 #
 #     ids (T,) = (16,)                      (3,)
 #     tok_emb (V, d) = (V, 32)              (10, 4)
@@ -1579,7 +1556,7 @@ if __name__ == "__main__": demo(demo_token_embedding)
 # rows from T on are never trained. They hold nothing but their random start, which weight decay
 # shrinks towards 0 (card 50), and must not be read when the model writes (card 61).
 #
-# Shapes at the default sizes, and in the running example; Pos is `pos_emb`:
+# Shapes; Pos is `pos_emb`:
 #
 #     pos_emb (Tmax, d) = (32, 32)          (5, 4)
 #     position_rows (T, d) = (16, 32)       (3, 4)
@@ -1610,8 +1587,6 @@ if __name__ == "__main__": demo(demo_position_embedding)
 #     X(0) = E[ids] + Pos[:T]                                                            (26.2)
 #
 # X(0), in code X0, is the input of block 0.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     ids (T,) = (16,)                      (3,)
 #     X0 (T, d) = (16, 32)                  (3, 4)
@@ -1654,8 +1629,6 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # The position row Pos_t is added at position t only, so it gets dX(0)_t. With a batch, a token row
 # collects from all windows, and a position row from the same position of all windows: there the
 # tall matrix is seen as its windows again. Rows that no position used get exactly 0.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     dX0 (T, d) = (16, 32)                 (3, 4)
 #     d_tok_emb (V, d) = (V, 32)            (10, 4)
@@ -1729,7 +1702,7 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 #
 # From here to card 38, V is this matrix of values and not the size of the vocabulary.
 #
-# Shapes at the default sizes, and in the running example; wk and wv are like wq, bk and bv like bq:
+# Shapes; wk and wv are like wq, bk and bv like bq:
 #
 #     Xn, Q, K, V (T, d) = (16, 32)         (3, 4)
 #     wq (d, d) = (32, 32)                  (4, 4)
@@ -1772,8 +1745,6 @@ if __name__ == "__main__": demo(demo_qkv)
 #
 # `mod` is the remainder of a division: the width must be a multiple of H. Heads are numbered from
 # 0; M stands for Q, K or V, and M(h) for the columns of head h, h hs to (h + 1) hs - 1.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     M (T, d) = (16, 32)                   (3, 4)
 #     head (T, hs) = (16, 16)               (3, 2)
@@ -1827,8 +1798,6 @@ if __name__ == "__main__": demo(demo_heads)
 #     row 0            a b | c d         row 0            a b            c d
 #     row 1            e f | g h         row 1            e f            g h
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     M (T, d) = (16, 32)                   (3, 4)
 #     pieces (T, H, hs) = (16, 2, 16)       (3, 2, 2)
 #     Mh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
@@ -1868,8 +1837,6 @@ if __name__ == "__main__": demo(demo_split_heads)
 # Row i is the position that asks, column j the one that is asked; c runs over the hs columns of one
 # head. The ᵀ of Khᵀ swaps the last two axes only; `.T` in NumPy would reverse all of them.
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     Qh, Kh (H, T, hs) = (2, 16, 16)       (2, 3, 2)
 #     QK (H, T, T) = (2, 16, 16)            (2, 3, 3)
 
@@ -1908,8 +1875,6 @@ if __name__ == "__main__": demo(demo_scores)
 #
 # It is the root of hs, in the title d_h, and not of d. `math.sqrt` gives a Python float, which
 # leaves a float32 array in float32; the scalar of np.sqrt would not, from NumPy 2 on.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     Qh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
 #     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
@@ -1956,8 +1921,6 @@ if __name__ == "__main__": demo(demo_scaling)
 # above the diagonal. It is the same for all heads and windows, made once for each T, kept, and
 # read-only.
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
 #     mask (T, T) = (16, 16)                (3, 3)
 
@@ -1989,8 +1952,6 @@ if __name__ == "__main__": demo(demo_causal_mask)
 #
 # A is the matrix of attention weights: row i says how query i shares its attention. Row 0 is 1, 0,
 # ..., 0: the first position can only look at itself.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     S, A (H, T, T) = (2, 16, 16)          (2, 3, 3)
 
@@ -2026,8 +1987,6 @@ if __name__ == "__main__": demo(demo_attention_softmax)
 # The code sums over all j; the terms with j > i vanish, because those weights are exactly 0. So
 # what position i gets depends on tokens 0 to i and on nothing later.
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     A (H, T, T) = (2, 16, 16)             (2, 3, 3)
 #     Vh, Oh (H, T, hs) = (2, 16, 16)       (2, 3, 2)
 
@@ -2059,8 +2018,6 @@ if __name__ == "__main__": demo(demo_weighted_values)
 #
 # A(h) is the matrix of head h, and V(h) its values. It is card 30 undone, in reverse order: first
 # swap the axes back, then join the pieces.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     Mh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
 #     pieces (T, H, hs) = (16, 2, 16)       (3, 2, 2)
@@ -2101,8 +2058,6 @@ if __name__ == "__main__": demo(demo_merge_heads)
 #
 # Now all of attention can be written down. It reads like the cards 28 to 37 in order. Kept for the
 # backward pass are the arrays that its equations will use: Xn, Qh, Kh, Vh, A and O.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     Xn, O, out (T, d) = (16, 32)          (3, 4)
 
@@ -2204,8 +2159,7 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 # The code computes it like the others and gets rounding noise.
 #
-# Shapes at the default sizes, and in the running example; dKh and dVh are like dQh, dK and dV like
-# dQ:
+# Shapes; dKh and dVh are like dQh, dK and dV like dQ:
 #
 #     dOut, dQ, dXn (T, d) = (16, 32)       (3, 4)
 #     dOh, dQh (H, T, hs) = (2, 16, 16)     (2, 3, 2)
@@ -2298,8 +2252,6 @@ if __name__ == "__main__": demo(demo_attention_backward)
 # The last line says the first three again, for a single row x. In code W1, b1, W2, b2 are ff1_w,
 # ff1_b, ff2_w, ff2_b. Xn is the input of this layer; card 41 calls it Xn2.
 #
-# Shapes at the default sizes, and in the running example:
-#
 #     Xn, Ff (T, d) = (16, 32)              (3, 4)
 #     Z, R (T, F) = (16, 128)               (3, 6)
 
@@ -2341,8 +2293,6 @@ if __name__ == "__main__": demo(demo_ffn)
 #
 # dOut is the gradient of this layer's output Ff. Where a hidden number was silent, R and dZ are 0,
 # so its column of W1 and its row of W2 learn nothing from this position, by 40.6 and 40.2.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     dOut, dXn (T, d) = (16, 32)           (3, 4)
 #     dR, dZ (T, F) = (16, 128)             (3, 6)
@@ -2400,7 +2350,7 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 # means. The first transformer normalised after the sum: at the start the gradients near its output
 # were large, and training had to begin with very small steps.
 #
-# Shapes at the default sizes, and in the running example; Xn, Att, Xmid, Xn2 and Ff are like X:
+# Shapes; Xn, Att, Xmid, Xn2 and Ff are like X:
 #
 #     X, Y (T, d) = (16, 32)                (3, 4)
 
@@ -2479,7 +2429,7 @@ if __name__ == "__main__": demo(demo_block)
 # A gradient that shrinks so is said to vanish, one that grows so to explode. With neither they
 # vanish, with the path alone they explode.
 #
-# Shapes at the default sizes, and in the running example; all seven gradients have the shape of X:
+# Shapes; all seven gradients have the shape of X:
 #
 #     dY, dXmid, dX (T, d) = (16, 32)       (3, 4)
 
@@ -2534,8 +2484,7 @@ if __name__ == "__main__": demo(demo_residual_backward)
 #
 # The arrays are drawn in the order of `param_shapes`, which is part of what a seed means.
 #
-# Shapes at the default sizes, and in the running example: as `param_shapes` lists them, for
-# instance
+# Shapes: as `param_shapes` lists them, for instance
 #
 #     tok_emb (V, d) = (V, 32)              (10, 4)
 #     head_w (d, V) = (32, V)               (4, 10)
@@ -2579,8 +2528,6 @@ if __name__ == "__main__": demo(demo_init)
 #
 # The number of heads plays no part: heads share out the width. The function counts the arrays
 # themselves; the demo carries out the formula.
-#
-# Shapes: an integer.
 
 # %%
 def count_params(params):
@@ -2623,8 +2570,6 @@ if __name__ == "__main__": demo(demo_parameter_count)
 # In code Whead is head_w and bhead is head_b. 45.1 is checked, since a longer sequence has no rows
 # in the position table for its last positions. Row t of the logits scores the token that follows
 # position t, and depends on tokens 0 to t only.
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     ids (T,) = (16,)                      (3,)
 #     X, Xf (T, d) = (16, 32)               (3, 4)
@@ -2688,8 +2633,7 @@ if __name__ == "__main__": demo(demo_model_forward)
 # forward pass and one backward pass give the derivative of the loss by every parameter. Finding
 # them by trying would need two forward passes for each (card 47).
 #
-# Shapes at the default sizes, and in the running example; each gradient has the shape of its
-# parameter:
+# Shapes; each gradient has the shape of its parameter:
 #
 #     dlogits (T, V) = (16, V)              (3, 10)
 #     dXf, dX (T, d) = (16, 32)             (3, 4)
@@ -2855,8 +2799,6 @@ if __name__ == "__main__": demo(demo_relative_error)
 # Where the move by h carries the input of a ReLU across 0, the two points lie on different sides of
 # the bend, and the quotient is not the slope. So each entry is measured with two steps h, and the
 # smaller error counts: a bend is hardly ever met twice, while a wrong gradient stays wrong.
-#
-# Shapes: one number for each name.
 
 # %%
 def check_params(params, x, y, config, rng, samples):
@@ -3026,7 +2968,7 @@ def check_model(seed, samples):
 #
 # In code 50.1 reads m + (1 - β1)(g - m), the same with the brackets multiplied out; 50.2 likewise.
 #
-# Shapes at the default sizes, and in the running example; head_w decays and head_b does not:
+# Shapes; head_w decays and head_b does not:
 #
 #     head_w (d, V) = (32, V)               (4, 10)
 #     head_b (V,) = (V,)                    (10,)
@@ -3098,10 +3040,8 @@ if __name__ == "__main__": demo(demo_adamw)
 #
 # k runs over the arrays, each under its name, its key; i over all entries of an array. One norm
 # serves all, clipping by global norm: clipping each array by itself would change the direction. A
-# norm that is not finite scales nothing; it is the caller's sign to stop. In code `np.vdot(g, g)`
-# is the sum of the squares of g.
-#
-# Shapes: values change, shapes do not.
+# norm that is not finite scales nothing: the caller should stop. `np.vdot(g, g)` sums the squares
+# of g.
 
 # %%
 def clip_grad_norm(grads, max_norm):
@@ -3143,8 +3083,6 @@ if __name__ == "__main__": demo(demo_clipping)
 #
 # Both pieces give ηmax at t = t_warm. The first step of a warm-up has ηmax / t_warm, so none is
 # wasted at rate 0. The cosine would rise again after t_total; there the rate stays at ηmin.
-#
-# Shapes: numbers.
 
 # %%
 def lr_schedule(t, lr_max, lr_min, warmup, total):
@@ -3237,8 +3175,6 @@ if __name__ == "__main__": demo(demo_mini_batch)
 #
 #     steps_per_epoch = ⌈windows / B⌉                                                    (54.1)
 #     total_steps = epochs · steps_per_epoch                                             (54.2)
-#
-# Shapes: three whole numbers give two.
 
 # %%
 def step_counts(windows, batch, epochs):
@@ -3261,8 +3197,7 @@ if __name__ == "__main__": demo(demo_step_counts)
 #
 # On windows that were never used for training, the loss tells whether the model has learned the
 # language or only the text. As long as it falls with the training loss, training helps. When it
-# rises while the training loss still falls, the model has begun to learn the text by heart: it
-# overfits.
+# rises while the training loss still falls, it learns the text by heart: it overfits.
 #
 #     val_loss = (1/M) ∑_j loss_j,  j = 1, ..., M                                        (55.1)
 #
@@ -3378,8 +3313,7 @@ if __name__ == "__main__": demo(demo_training)
 #     τ < 1e-6  ⇒  next = argmax_i logits_i                                              (56.1)
 #
 # This is called greedy decoding. Among equal logits the lowest id wins. The bound 1e-6 is as good
-# as any other small number: a temperature so low would leave nothing but the largest logit and
-# those within some millionths.
+# as any other small number: below it only logits within some millionths of the largest would count.
 #
 # Shapes:  logits (V,) gives a whole number.
 
@@ -3411,9 +3345,8 @@ if __name__ == "__main__": demo(demo_greedy)
 #     p = softmax(logits / τ)                                                            (57.1)
 #
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
-# shrink, and τ = 1 leaves the model's own probabilities. Since exp(z/τ) is exp(z) to the power 1/τ,
-# and common divisors cancel, each probability is raised to the power 1/τ, and then all are scaled
-# to sum to 1.
+# shrink. Since exp(z/τ) is exp(z) to the power 1/τ, and common divisors cancel, each probability is
+# raised to the power 1/τ, and then all are scaled to sum to 1.
 #
 # Shapes:  logits (V,) give p (V,).
 
@@ -3443,8 +3376,8 @@ if __name__ == "__main__": demo(demo_temperature)
 #     p''_i = p'_i / ∑_j p'_j                                                            (58.3)
 #
 # Tokens that tie with the last one kept are kept too, since nothing speaks for one of them against
-# another; so more than k may stay. With k = 0, or a k above V, nothing is cut. `np.sort` puts the
-# smallest first, so [-k] is the k-th largest.
+# another. With k = 0, or a k above V, nothing is cut. `np.sort` puts the smallest first, so [-k] is
+# the k-th largest.
 #
 # Shapes:  p (V,) gives p (V,), with zeros in it.
 
@@ -3525,8 +3458,7 @@ if __name__ == "__main__": demo(demo_top_p)
 # %% [markdown]
 # ### 60. Random choice
 #
-# What is left is a draw: token i with probability p_i, after temperature, top-k and top-p, in this
-# order.
+# What is left is a draw, after temperature, top-k and top-p: token i with probability p_i.
 #
 #     P(next = i) = p_i                                                                  (60.1)
 #
@@ -3607,8 +3539,6 @@ if __name__ == "__main__": demo(demo_random_choice)
 #     s|he| s        reads s|he| s          draws e
 #     s|he| s|e      reads   he| s|e        draws e
 #     s|he| s|e|e    reads      s|e|e       draws s
-#
-# Shapes at the default sizes, and in the running example:
 #
 #     x (T,) = (16,)                        (3,)
 #     logits (T, V) = (16, V)               (3, 10)
@@ -4825,12 +4755,9 @@ def difference(before, now):
     i, j = np.argwhere(A != B)[0]
     said += f"row {i}, column {j} is {B[i, j]:g} in place of {A[i, j]:g}"
     unit = 10.0 ** -len(x.split()[0].partition(".")[2])         # of the last digit
-    for axis, what in ((None, "all numbers"), (1, "the rows"), (0, "the columns")):
-        k = (A * B).sum(axis, keepdims=True) / (A * A).sum(axis, keepdims=True)
-        if k.size < A.size and abs(A).max(axis).min() > 20 * unit \
-                and (abs(B - k * A) <= unit * (1 + abs(k))).all():
-            factors = ", ".join(f"{x:.4g}" for x in k.flat) + " (sign)" * bool((k < 0).any())
-            return f"{said}; {what} are {factors} times what they should be"
+    k = (A * B).sum() / (A * A).sum()
+    if A.size > 1 and abs(A).max() > 20 * unit and (abs(B - k * A) <= unit * (1 + abs(k))).all():
+        said += f"; all numbers are {k:.4g}{' (sign)' * int(k < 0)} times what they should be"
     return said
 
 

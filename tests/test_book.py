@@ -59,11 +59,11 @@ def test_a_code_tag_for_each_computed_equation_and_for_no_other():
     assert computed == tagged
 
 
-def test_each_card_has_prose_equations_shapes_code_demo_and_guard_in_this_order():
+def test_each_card_has_prose_equations_code_demo_and_guard_in_this_order():
     for card in CARDS:
         text = "\n".join(SECTIONS[card.line])
         assert re.match(r"# ### .+\n#\n# \w", text), f"{card.title}: no prose"
-        parts = [rf"\({number}\)" for number in card.equations] + ["\n# Shapes"] * bool(card.n) + [
+        parts = [rf"\({number}\)" for number in card.equations] + [
             "\n# %%\n", *(rf"\n(?:def|class) {name}\b" for name in card.functions),
             rf"\ndef {card.demo}\(\):", rf'\nif __name__ == "__main__": demo\({card.demo}\)']
         at = [re.search(part, text).start() for part in parts]
@@ -161,7 +161,7 @@ def test_shapes_in_the_prose_are_those_of_a_run(traced):
     checked = 0
     for card in (card for card in CARDS if card.n):
         own = sum((calls.get(name, []) for name in card.functions), [])
-        text = "\n".join(SECTIONS[card.line]).split("\n# Shapes")[1].split("\n# %%")[0]
+        text = "\n".join(SECTIONS[card.line]).split("\n# %%")[0]
         found = re.findall(rf"\b((?:\w+, )*\w+) {shape}(?: = {shape}(?: +{shape})?)?", text)
         for name, groups in ((name, row[1:]) for row in found for name in row[0].split(", ")):
             symbols, *sizes = (re.findall(r"\w+", group) for group in groups)
