@@ -3040,8 +3040,7 @@ if __name__ == "__main__": demo(demo_adamw)
 #
 # k runs over the arrays, each under its name, its key; i over all entries of an array. One norm
 # serves all, clipping by global norm: clipping each array by itself would change the direction. A
-# norm that is not finite scales nothing: the caller should stop. `np.vdot(g, g)` sums the squares
-# of g.
+# norm that is not finite scales nothing: the caller should stop. `np.vdot(g, g)` sums squares.
 
 # %%
 def clip_grad_norm(grads, max_norm):
@@ -3531,7 +3530,7 @@ if __name__ == "__main__": demo(demo_random_choice)
 #     ids ← ids + [sample_next(logits, τ, top_k, top_p)]                                 (61.3)
 #
 # It reads no more than the context, the length of the trained windows: rows of the position table
-# past it were never trained (see 27.3). T in 61.2 is the length of x, at first perhaps less.
+# past it were never trained (see 27.3). T in 61.2 is the length of x.
 #
 # With a context of 3, the window slides over the text as it grows, and each token that is still
 # read gets another position row:
