@@ -2955,8 +2955,7 @@ def check_model(seed, samples):
 # even rows that no window uses. A bias or a gain is one number for a whole column and cannot learn
 # a text by heart, and pulling a gain towards 0 would silence its feature.
 #
-# In code 50.1 reads m + (1 - β1)(g - m), the same with the brackets multiplied out, and 50.2
-# likewise. The arrays in `params` are changed themselves, not replaced.
+# In code 50.1 reads m + (1 - β1)(g - m), the same with the brackets multiplied out; 50.2 likewise.
 #
 # Shapes; head_w decays and head_b does not:
 #
@@ -2991,7 +2990,7 @@ class AdamW:
 def demo_adamw():
     params = {"matrix": np.array([[2.0]]), "bias": np.array([2.0])}
     opt = AdamW(params)
-    print("β1 = 0.9, β2 = 0.99, ε = 1e-8, λ = 0.1, η = 0.01; a matrix and a bias, both 2")
+    print("β1 0.9, β2 0.99, ε 1e-8, λ 0.1, η 0.01; a matrix and a bias, both 2 at first")
     print(" t     g         m         v      mhat      vhat   u (50.5)    matrix      bias")
     for g in (0.3, -0.1, 0.2):
         opt.step(params, {"matrix": np.array([[g]]), "bias": np.array([g])}, lr=0.01)
@@ -3029,9 +3028,8 @@ if __name__ == "__main__": demo(demo_adamw)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
 #
 # k runs over the arrays, each under its name, its key; i over all entries of an array. One norm
-# serves all, clipping by global norm: clipping each array by itself would change the direction.
-# Where the norm is not finite, nothing is scaled; it is the caller's sign to stop (see the training
-# loop at the end of chapter 9). In code `np.vdot(g, g)` is the sum of the squares of g.
+# serves all, clipping by global norm: clipping each array by itself would change the direction. A
+# norm that is not finite scales nothing: the caller should stop. `np.vdot(g, g)` sums squares.
 
 # %%
 def clip_grad_norm(grads, max_norm):
@@ -3186,13 +3184,12 @@ if __name__ == "__main__": demo(demo_step_counts)
 #
 # On windows that were never used for training, the loss tells whether the model has learned the
 # language or only the text. As long as it falls with the training loss, training helps. When it
-# rises while the training loss still falls, the model has begun to learn the text by heart: it
-# overfits.
+# rises while the training loss still falls, it learns the text by heart: it overfits.
 #
 #     val_loss = (1/M) ∑_j loss_j,  j = 1, ..., M                                        (55.1)
 #
-# M is the number of validation windows. All have the same length, so this mean of means is also the
-# mean over all positions. Going window by window takes little memory.
+# M is here the number of validation windows. All have the same length, so this mean of means is
+# also the mean over all positions. Going window by window takes little memory.
 #
 # Shapes at the default sizes:  x (M, T) = (M, 16), y (M, T) = (M, 16).
 
@@ -3240,10 +3237,7 @@ def epoch_after_epoch(x, y, batch, rng):
 
 
 def training_steps(params, batches, config, optimizer, schedule, max_norm):
-    """Take a step for each batch; yield its t, loss, lr and norm, the one before clipping.
-
-    FloatingPointError where loss or norm is not finite; params are then those before that step.
-    """
+    """Take a step for each of the batches; yield its t, loss, lr and norm before clipping."""
     for xb, yb in batches:
         loss, grads = batch_loss_and_grads(params, xb, yb, config)
         norm = clip_grad_norm(grads, max_norm)
@@ -3305,8 +3299,7 @@ if __name__ == "__main__": demo(demo_training)
 #     τ < 1e-6  ⇒  next = argmax_i logits_i                                              (56.1)
 #
 # This is called greedy decoding. Among equal logits the lowest id wins. The bound 1e-6 is as good
-# as any other small number: a temperature so low would leave nothing but the largest logit and
-# those within some millionths.
+# as any other small number: below it only logits within some millionths of the largest would count.
 #
 # Shapes:  logits (V,) gives a whole number.
 
@@ -3338,9 +3331,8 @@ if __name__ == "__main__": demo(demo_greedy)
 #     p = softmax(logits / τ)                                                            (57.1)
 #
 # With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
-# shrink, and τ = 1 leaves the model's own probabilities. Since exp(z/τ) is exp(z) to the power 1/τ,
-# and common divisors cancel, each probability is raised to the power 1/τ, and then all are scaled
-# to sum to 1.
+# shrink. Since exp(z/τ) is exp(z) to the power 1/τ, and common divisors cancel, each probability is
+# raised to the power 1/τ, and then all are scaled to sum to 1.
 #
 # Shapes:  logits (V,) give p (V,).
 
@@ -3370,8 +3362,8 @@ if __name__ == "__main__": demo(demo_temperature)
 #     p''_i = p'_i / ∑_j p'_j                                                            (58.3)
 #
 # Tokens that tie with the last one kept are kept too, since nothing speaks for one of them against
-# another; so more than k may stay. k = 0 means that nothing is cut, and so does a k above V.
-# `np.sort` puts the smallest first; [-k] is k-th from the end.
+# another. With k = 0, or a k above V, nothing is cut. `np.sort` puts the smallest first, so [-k] is
+# the k-th largest.
 #
 # Shapes:  p (V,) gives p (V,), with zeros in it.
 
@@ -3413,8 +3405,8 @@ if __name__ == "__main__": demo(demo_top_k)
 # A computer adds 0.7 and 0.2 to a hair less than 0.9, so a total counts as reaching the threshold
 # from a trillionth below. A threshold of 1 keeps all.
 #
-# `np.argsort` gives the ids in sorted order, `np.cumsum` running totals. The totals grow, so the
-# number of those below the threshold is the index of the first that reaches it.
+# `np.argsort` gives the ids in sorted order, `np.cumsum` running totals. These grow, so the number
+# of totals below the threshold is the index of the first that reaches it.
 #
 # Shapes:  p (V,) gives q (V,).
 
@@ -3452,8 +3444,7 @@ if __name__ == "__main__": demo(demo_top_p)
 # %% [markdown]
 # ### 60. Random choice
 #
-# What is left is a draw: token i with probability p_i, after temperature, top-k and top-p, in this
-# order.
+# What is left is a draw, after temperature, top-k and top-p: token i with probability p_i.
 #
 #     P(next = i) = p_i                                                                  (60.1)
 #
@@ -3526,8 +3517,7 @@ if __name__ == "__main__": demo(demo_random_choice)
 #     ids ← ids + [sample_next(logits, τ, top_k, top_p)]                                 (61.3)
 #
 # It reads no more than the context, the length of the trained windows: rows of the position table
-# past it were never trained (see 27.3). T in 61.2 is the length of x, less than the context while
-# the text is short. The list of the caller is not changed.
+# past it were never trained (see 27.3). T in 61.2 is the length of x.
 #
 # With a context of 3, the window slides over the text as it grows, and each token that is still
 # read gets another position row:
