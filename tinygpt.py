@@ -1054,8 +1054,7 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # A score of -∞ gets exactly probability 0. The largest score of a row must be finite.
 #
-# Shapes, as attention uses it in chapter 5, with a row of scores for each of H heads and T
-# positions:
+# Shapes, as attention uses it in chapter 5, a row of scores for each head and position:
 #
 #     z, e, p (H, T, T) = (2, 16, 16)       (2, 3, 3)
 
@@ -1452,8 +1451,7 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 #
 # A uniform distribution U[-wmax, wmax] gives each number between -wmax and wmax the same chance.
 # Its variance is the integral of w² from -wmax to wmax, which is 2 wmax³/3, divided by the length 2
-# wmax. That is wmax²/3; set to the wanted variance, it gives wmax. The sign ~ stands for 'drawn
-# from'.
+# wmax. That is wmax²/3; set to the wanted variance, it gives wmax. ~ means 'drawn from'.
 #
 #     wmax = √(6 / (fan_in + fan_out))                                                   (23.1)
 #     W_ij ~ U[-wmax, wmax]                                                              (23.2)
@@ -1687,8 +1685,7 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 # Three linear layers, in this place called projections, read the same rows Xn and give each
 # position three rows: a query Q (what do I look for?), a key K (what do I offer for matching?) and
 # a value V (what do I pass on?). To ask, to be found and to answer are three different things: a
-# verb may look for its subject, but it does not answer like one. Xn is the normalised copy of X of
-# card 41.
+# verb may look for its subject, but it does not answer like one. Card 41 makes Xn from X.
 #
 #     Q = Xn Wq + 1 bqᵀ                                                                  (28.1)
 #     K = Xn Wk + 1 bkᵀ                                                                  (28.2)
@@ -1912,8 +1909,7 @@ if __name__ == "__main__": demo(demo_scaling)
 # is sure to get exactly probability 0. The diagonal j = i stays, so every row keeps a finite score.
 #
 # The code adds a matrix that is 0 where j ≤ i and -∞ elsewhere, which `np.triu(..., 1)` leaves
-# above the diagonal. It is the same for all heads and windows, made once for each T, kept, and
-# read-only.
+# above the diagonal. It is the same for all heads and windows, made once for each T, and read-only.
 #
 #     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
 #     mask (T, T) = (16, 16)                (3, 3)
