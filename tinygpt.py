@@ -4214,10 +4214,7 @@ Checkpoint = make_dataclass("Checkpoint", "params config tokenizer settings step
 
 
 def save_checkpoint(path, checkpoint):
-    """Write a checkpoint to path, exactly that name, in one move.
-
-    OSError where that fails, BadInput for one that load_checkpoint would refuse.
-    """
+    """Write a checkpoint to path in one move; BadInput for one that could not be loaded."""
     path = Path(os.path.realpath(path))             # where path is a link, the file it leads to
     about = vars(checkpoint) | {"format": FORMAT, "config": asdict(checkpoint.config)}
     tokenizer = about.pop("tokenizer")
@@ -4377,10 +4374,7 @@ def stop_signals():
 
 
 def train(options):
-    """Learn from a text, save the model, write a sample.
-
-    Exit code 1 where training diverged, 128 and the signal's number where one stopped it.
-    """
+    """Learn from a text, save the model, write a sample."""
     out, old = options.out, f"{options.out}.old"
     for name in (out, options.log or ""):
         if not Path(name).parent.is_dir():
@@ -4489,7 +4483,7 @@ def train(options):
                     again = shlex.join(["--resume", "--text", f"{path}", "--out", out])
                     say.line(f"stopped after step {t}; the model is in {out}; go on with: "
                              f"python tinygpt.py train {again}")
-                    return 128 + asked[0]
+                    return 128 + asked[0]           # as a shell does
                 if t in (last // 100, last // 10, last // 2):
                     say.line(f"--- after {t} steps\n{sample()}")
     except (FloatingPointError, BadInput) as error:         # BadInput: numbers that are not finite
@@ -4984,7 +4978,6 @@ def build_parser():
     model = ("model", "tinygpt.npz", file_name, "a trained model")
     prompt = ("prompt", "", plain_lines, "the text to go on from, in quotes; --prompt=TEXT where "
               "it begins with a dash")
-    text = ("text", f"{THIS.parent / 'corpus.txt'}", file_name, "a UTF-8 text")
     command("train", train, ("text", None, file_name, "a UTF-8 text; default corpus.txt, or that "
                              "of the training so far"),
             ("out", "tinygpt.npz", file_name, "the model"),
@@ -5001,7 +4994,8 @@ def build_parser():
     command("blank", run_blank, ("out", None, file_name, "a new file; else to the screen")
             ).add_argument("names", nargs="+", metavar="CARD", help="a card's name or number")
     command("book", run_book, ("out", "tinygpt.html", file_name, "the page"))
-    command("bench", run_bench, text, ("scale", False, None, "how cost grows with T, B, L, d"))
+    command("bench", run_bench, ("scale", False, None, "how the cost grows with T, B, L, d"),
+            ("text", f"{THIS.parent / 'corpus.txt'}", file_name, "a UTF-8 text"))
     command("gradcheck", run_gradcheck, ("samples", 20, count, "entries drawn from each array"),
             ("seed", 0, count, "seed of model and entries"))
     return parser
