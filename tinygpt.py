@@ -843,7 +843,9 @@ if __name__ == "__main__": demo(demo_batches)
 @cache
 def column(n, value, dtype):
     """A column (n, 1) with the same number in each row (card 10)."""
-    return np.full((n, 1), value, dtype)
+    C = np.full((n, 1), value, dtype)                                       # (n, 1)
+    C.flags.writeable = False                       # kept, so nobody may write into it
+    return C
 
 
 def row_sums(X):

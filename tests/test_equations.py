@@ -384,6 +384,7 @@ def test_a_batch_gives_what_its_windows_give_one_by_one(rng, length):
         close(whole[0], np.concatenate([each(*window)[0] for window in windows]), rtol=1e-10)
     mask, scores = t.causal_mask(T, np.float64), np.array([[0.0, 7.0], [0.0, math.log(4)]])
     assert all(mask[i, j] == (0 if j <= i else -np.inf) for i, j in np.ndindex(T, T))
+    assert not mask.flags.writeable and not t.column(3, 1, np.float64).flags.writeable
     close(t.attention_weights(scores), [[1.0, 0.0], [0.2, 0.8]])
 
 
