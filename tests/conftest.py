@@ -23,6 +23,9 @@ TEXT = ("the hen sat in the sun. the fox ran to the hen. the hen ran to the den.
         "\"why do you run?\" said the fox. \"why do you ask?\" said the hen.\n") * 8
 SMALL = ["--merges", "20", "--context", "8", "--max-context", "10", "--width", "12", "--heads", "3",
          "--hidden", "20", "--layers", "1", "--batch", "4", "--stride", "3"]
+# All sizes differ, d / H = 4 too, so that a swapped axis cannot hide behind equal numbers.
+CONFIG = t.ModelConfig(vocab_size=11, context=5, max_context=7, width=12, heads=3, hidden=10,
+                       layers=2)
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals, pipes or devices")
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
@@ -63,6 +66,12 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def rng():
     return np.random.default_rng(2024)
+
+
+def random_params(rng, config=CONFIG):
+    """Parameters of moderate size, gains around 1."""
+    return {name: 0.4 * rng.standard_normal(shape) + name.endswith("_g")
+            for name, shape in t.param_shapes(config).items()}
 
 
 def run(*args, cwd=None):
