@@ -129,8 +129,8 @@ def folder(tmp_path_factory):
     """A folder with text.txt and a model.npz trained on it, and what the training printed."""
     path = tmp_path_factory.mktemp("trained")
     (path / "text.txt").write_text(TEXT, encoding="utf-8")
-    result = run_process("train", "--text", "text.txt", "--out", "model.npz", *SMALL, "--steps", 120,
-                         "--eval-every", 40, cwd=path)
+    result = run_process("train", "--text=text.txt", "--out=model.npz", *SMALL, "--steps=120",
+                         "--eval-every=40", cwd=path)
     assert result.returncode == 0, result.stderr
     (path / "stdout").write_text(result.stdout, encoding="utf-8")
     (path / "stderr").write_text(result.stderr, encoding="utf-8")

@@ -86,29 +86,25 @@ def test_functions_of_the_book_have_docstrings_that_name_no_other_card():
                 assert int(a) <= home.get(node.name, int(a)) <= int(b or a), node.name
 
 
-def test_imports_are_the_standard_library_and_numpy():
+def test_only_numpy_is_imported_and_the_header_for_script_runners_says_so():
     nodes = list(ast.walk(ast.parse(SOURCE)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"numpy"}
-
-
-def test_the_header_for_script_runners_is_toml():
     block = re.match(r"# /// script\n((?:#(?: .*)?\n)+?)# ///\n", SOURCE)[1]
     header = tomllib.loads("".join(line[2:] + "\n" for line in block.splitlines()))
     assert header == {"requires-python": ">=3.11", "dependencies": ["numpy>=1.26"]}
 
 
 def test_every_global_name_exists():
-    def codes(code):
-        yield code
-        for const in (const for const in code.co_consts if hasattr(const, "co_code")):
-            yield from codes(const)
-    steps = [step for code in codes(compile(SOURCE, "tinygpt.py", "exec"))
-             for step in dis.get_instructions(code)]
-    used = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    made = {step.argval for step in steps if step.opname == "STORE_NAME"}
-    assert used - {*vars(t), *made, *dir(builtins)} <= {"__name__", "__annotations__"}
+    codes, names = [compile(SOURCE, "tinygpt.py", "exec")], {}
+    for code in codes:                              # the list grows while it is read
+        codes += [const for const in code.co_consts if hasattr(const, "co_code")]
+        for step in dis.get_instructions(code):
+            names.setdefault(step.opname, set()).add(step.argval)
+    used = names["LOAD_GLOBAL"] | names["LOAD_NAME"]
+    made = {*vars(t), *names["STORE_NAME"], *dir(builtins)}
+    assert used - made <= {"__name__", "__annotations__"}
 
 
 def letters(config, B):
@@ -240,17 +236,8 @@ def strays(cell):
         text = re.sub(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", "!", text, flags=re.S)
         found += re.findall(r"(?m)(?:^ *(?:[-+*]|1[.)])|\A *\d+[.)])(?: |$).*|^ *>.*|^ *[-=*_]+$|"
                             r"<[a-zA-Z/!?].*|\]\(.*|`.*|\$.*|&#?\w+;|~~|\\[^\w\s]", text)
-        opened = set()
-        for run in re.finditer(r"\*+|_+", text):
-            before, after = text[:run.start()][-1:] or " ", text[run.end():][:1] or " "
-            sign = [not (char.isspace() or char.isalnum()) for char in (before, after)]
-            left = not after.isspace() and (not sign[1] or before.isspace() or sign[0])
-            right = not before.isspace() and (not sign[0] or after.isspace() or sign[1])
-            inside = run[0][0] == "_" and left and right        # as in a_b: no emphasis
-            if right and (not inside or sign[1]) and run[0][0] in opened:
-                found.append(text[:run.end()])
-            if left and (not inside or sign[0]):
-                opened.add(run[0][0])
+        found += re.findall(r"(?s)(?:(?<!\w)\*(?=\S)|\*(?=\w)).*?(?<=\S)\*|"
+                            r"(?<!\w)_(?=\S).*?(?<=\S)_(?!\w)", text)
     return found
 
 

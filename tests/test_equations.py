@@ -1,4 +1,4 @@
-"""The values that a reader may count on, and slow readings of what tests/test_page.py cannot run."""
+"""Values that a reader may count on, and slow readings of what tests/test_page.py cannot run."""
 import math
 import random
 import sys
@@ -16,7 +16,7 @@ import tinygpt as t
 from conftest import CONFIG, GOLDEN, ROOT, random_params
 from tinygpt import AdamW, batch_loss_and_grads     # as in the book: a training replaces them in t
 
-# Random inputs are read-only: a function that writes into its arguments fails wherever it is called.
+# Random inputs are read-only: a function that writes into its arguments fails wherever it runs.
 V, T, Tmax, d, H, F, L = vars(CONFIG).values()
 B = 6
 # Texts and probabilities that have tripped programs of this kind.
@@ -96,7 +96,8 @@ def slow_train(word_counts, n_merges):
     ("Hello world!", "Hello| world|!"), ("a  b", "a| | b"), ("a\n\n b", "a|\n\n| b"), (" \t",) * 2,
     ("x1 22y", "x|1| 22|y"), ("it's", "it|'s"), ("a_b", "a|_|b"), ("'the we'll", "'t|he| we|'ll"),
     ("an an\nor an", "an| an|\n|or| an"), ("1\u0301e\u0301t", "1|\u0301|e\u0301t"),
-    (f"{HINDI} की.", f"{HINDI}| की|."), ("don't  we'll", "don|'t| | we|'ll"), ("\u0301a", "\u0301|a"),
+    (f"{HINDI} की.", f"{HINDI}| की|."), ("don't  we'll", "don|'t| | we|'ll"),
+    ("\u0301a", "\u0301|a"),
     ("\r\n \r", "\r\n \r"), (f"{FAMILY} e", f"{FAMILY}| e"), (" 've\u00bd_", " '|ve\u00bd|_")])
 def test_pre_tokens_are_cut_as_in_gpt2_but_marks_stay_with_their_word(text, cut):
     words = cut.split("|")
