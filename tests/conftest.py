@@ -137,6 +137,14 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def train(tmp_path):
+    """train(*options): in this process, on text.txt in tmp_path; the model is m.npz there."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    return lambda *options, out="m.npz", text="text.txt": run(
+        "train", "--text", tmp_path / text, "--out", tmp_path / out, *SMALL, *options)
+
+
 def make_checkpoint(step=3, seed=0):
     """A small checkpoint in the middle of a training."""
     tokenizer = t.build_tokenizer("the hen, the fox and the café. " * 3, 5)
@@ -147,6 +155,14 @@ def make_checkpoint(step=3, seed=0):
     v = {name: W * W for name, W in v.items()}
     return t.Checkpoint(params, config, tokenizer, {"lr": 0.01, "clip": 0}, step, m, v,
                         rng.bit_generator.state, 1.5, t.code_checksum())
+
+
+def state(path):
+    """All of a training's state that a file holds, to be compared bit for bit."""
+    ck = t.load_checkpoint(path)
+    return (ck.step, ck.batch_rng, ck.val_loss, ck.config, ck.tokenizer.itos, ck.tokenizer.merges,
+            {(part, name): (W.dtype, W.shape, W.tobytes()) for part in ("params", "m", "v")
+             for name, W in getattr(ck, part).items()})
 
 
 class Terminal(io.StringIO):
