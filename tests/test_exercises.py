@@ -81,17 +81,31 @@ def wrong(worst):
     return {name for name, error in worst.items() if not error < 1e-4}
 
 
-def wrong_arrays(module):
-    return wrong(module.check_model(0, 4))
-
-
 def block(l, names):
     return {f"block{l}.{name}" for name in names.split()}
 
 
-BEFORE_SCORES = "ln1_g ln1_b wq bq wk"
+BIASES, BEFORE_SCORES = "bq bv bo ff1_b ff2_b", "ln1_g ln1_b wq bq wk"
 ALL_BUT_BK = " ".join(name for name in t.BLOCK if name != "bk")
 TABLES = {"tok_emb", "pos_emb"}
+# The arrays that the gradient check calls wrong, and the operations where the answer names them
+WRONG = {
+    "3a": (block(0, BIASES) | block(1, BIASES) | {"head_b"},
+           {"linear", "attention", "feed-forward", "block"}),
+    "4a": ({"tok_emb"}, {"embedding"}),
+    "5a": (TABLES | block(0, ALL_BUT_BK) | block(1, BEFORE_SCORES), None),
+    "5a, mended": (set(), set()),
+    "6a": (TABLES | block(0, ALL_BUT_BK), None),
+    "7a": (TABLES | block(0, ALL_BUT_BK + " bk") | block(1, BEFORE_SCORES + " bk"), None),
+    "8b": ({name for name in t.param_shapes(t.ModelConfig(9, layers=2)) if name[7:] != "bk"},
+           {"cross-entropy"})}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_the_gradient_check_calls_wrong(name):
+    arrays, operations = WRONG[name]
+    assert wrong(altered(name).check_model(0, 4)) == arrays
+    assert operations is None or wrong(altered(name).check_operations(0)) == operations
 
 
 def test_two_or_three_exercises_for_each_chapter_and_an_answer_for_each():
@@ -127,8 +141,16 @@ def test_the_golden_files_that_change(name):
     assert stopped == ({61, "training"} if name == fails else set())
 
 
-def test_1a_three_merges_by_hand():
-    assert t.train_bpe_on_text("low low lower", 9) == [("l", "o"), ("lo", "w"), (" ", "low")]
+def test_answers_that_are_a_few_numbers():
+    assert t.train_bpe_on_text("low low lower", 9) == [("l", "o"), ("lo", "w"), (" ", "low")]  # 1a
+    assert t.step_counts(1000, 16, 3) == (63, 189)                                            # 9b
+    x = np.zeros((1000, 1), int)
+    assert len([*t.iterate_batches(x, x, 16, np.random.default_rng(0))][-1][0]) == 8
+    for temperature in (2, 0.5):
+        p = t.next_probabilities(np.log([0.64, 0.16, 0.16, 0.04]), temperature)
+        assert ", ".join(f"{x:.4f}" for x in p) in ANSWER["10a"]
+    assert t.next_probabilities(np.array([1.0, 3, 3]), top_k=1).tolist() == [0, 0.5, 0.5]     # 10c
+    assert t.next_probabilities(np.array([1.0, 3, 3]), 0.0).tolist() == [0, 1, 0]
 
 
 def test_1b_pairs_that_occur_once():
@@ -166,13 +188,6 @@ def test_2b_a_model_that_copies():
     assert f"after 60 steps: 's{15 * 'he'}'" in outs[0]             # the last token again and again
 
 
-def test_3a_the_biases_of_linear_layers_are_wrong():
-    biases = "bq bv bo ff1_b ff2_b"
-    assert wrong_arrays(altered("3a")) == block(0, biases) | block(1, biases) | {"head_b"}
-    assert wrong(altered("3a").check_operations(0)) == {
-        "linear", "attention", "feed-forward", "block"}
-
-
 def test_3c_gelu_as_printed_passes_the_gradient_check(monkeypatch):
     code = [line[8:] for line in ANSWERS.split("**3c.**")[1].split("**4a.**")[0].splitlines()
             if line.startswith("#       ")]
@@ -182,14 +197,13 @@ def test_3c_gelu_as_printed_passes_the_gradient_check(monkeypatch):
     u = np.sqrt(2 / np.pi) * (Z + 0.044715 * Z ** 3)
     np.testing.assert_allclose(space["gelu_forward"](Z), Z / 2 * (1 + np.tanh(u)), atol=1e-15)
     monkeypatch.setattr(t, "relu_forward", space["gelu_forward"])
-    assert "relu" in wrong(t.check_operations(0)) and block(1, "ff1_w ff1_b") <= wrong_arrays(t)
+    assert "relu" in wrong(t.check_operations(0))
+    assert block(1, "ff1_w ff1_b") <= wrong(t.check_model(0, 4))
     monkeypatch.setattr(t, "relu_backward", space["gelu_backward"])
-    assert not wrong(t.check_operations(0)) and not wrong_arrays(t)
+    assert not wrong(t.check_operations(0) | t.check_model(0, 4))
 
 
-def test_4a_only_a_check_in_which_a_token_comes_twice_notices():
-    assert wrong_arrays(altered("4a")) == {"tok_emb"}
-    assert wrong(altered("4a").check_operations(0)) == {"embedding"}
+def test_4a_no_token_comes_twice_in_the_running_example():
     assert len(set(t.example(49).x.tolist())) == 3
 
 
@@ -199,12 +213,6 @@ def test_4b_without_positions_one_block_does_not_see_the_order(layers, blind):
     params = t.init_params(config, np.random.default_rng(0), np.float64)
     last = [altered("4b").forward(params, ids, config)[0][-1] for ids in ([1, 7, 8], [7, 1, 8])]
     assert np.allclose(*last, rtol=0, atol=1e-12) == blind
-
-
-def test_5a_without_the_scaling():
-    expected = TABLES | block(0, ALL_BUT_BK) | block(1, BEFORE_SCORES)
-    assert wrong_arrays(altered("5a")) == expected
-    assert not wrong_arrays(altered("5a, mended"))
 
 
 def test_5b_position_0_attends_to_nothing():
@@ -240,10 +248,6 @@ def test_5c_two_gradients_by_hand():
             f"{dK[0, 0]:.4f} - {-dK[1, 0]:.4f} - {-dK[2, 0]:.4f} = 0."):
         assert text in ANSWER["5c"]
     assert abs(dK[:, 0].sum()) < 1e-12 and not dS[:2, 2].any()
-
-
-def test_6a_without_the_residual_connection():
-    assert wrong_arrays(altered("6a")) == TABLES | block(0, ALL_BUT_BK)
 
 
 def test_the_table_of_card_42():
@@ -295,11 +299,6 @@ def test_6c_a_table_used_twice_gets_two_gradients():
     np.testing.assert_allclose(dE, t.numerical_grad(lambda E: loss(E)[0], E.copy()), atol=1e-8)
 
 
-def test_7a_without_the_sum_of_the_softmax():
-    expected = TABLES | block(0, ALL_BUT_BK + " bk") | block(1, BEFORE_SCORES + " bk")
-    assert wrong_arrays(altered("7a")) == expected
-
-
 def test_7b_a_check_in_float32_fails():
     out, _ = played(altered("7b"), "demo_check_params")
     assert "error below 1e-4\n" not in out.split("six inputs")[0] and "1e-4: False\n" in out
@@ -316,10 +315,7 @@ def test_8a_the_first_step(g, beta2, corrected, plain):
         assert 1 - params["w"][0] == pytest.approx(math.copysign(expected, g), rel=1e-3)
 
 
-def test_8b_a_common_factor_of_all_gradients_cancels_but_not_in_clipping():
-    no_bk = {name for name in t.check_model(0, 1) if not name.endswith(".bk")}
-    assert wrong_arrays(altered("8b")) == no_bk
-    assert wrong(altered("8b").check_operations(0)) == {"cross-entropy"}
+def test_8b_all_gradients_are_clipped():
     cut = []
     for module in (t, altered("8b")):
         rows = re.findall(r"^ +\d+ .* ([\d.]+)$", played(module, "demo_training")[0], re.M)
@@ -333,22 +329,3 @@ def test_9a_a_mean_of_means():
     means = sum(losses[:2]) / 2, sum(losses[2:]) / 3
     for value in (*losses, *means, sum(means) / 2, sum(losses) / 5):
         assert f"{value:.4f}" in ANSWER["9a"]
-
-
-def test_9b_the_last_batch():
-    assert t.step_counts(1000, 16, 3) == (63, 189)
-    x = np.zeros((1000, 1), int)
-    *_, (last, _) = t.iterate_batches(x, x, 16, np.random.default_rng(0))
-    assert len(last) == 8
-
-
-def test_10a_two_temperatures():
-    for temperature in (2, 0.5):
-        p = t.next_probabilities(np.log([0.64, 0.16, 0.16, 0.04]), temperature)
-        assert ", ".join(f"{x:.4f}" for x in p) in ANSWER["10a"]
-
-
-def test_10c_top_1_and_temperature_0_differ_in_a_tie():
-    z = [1.0, 3.0, 3.0]
-    assert t.next_probabilities(z, top_k=1).tolist() == [0, 0.5, 0.5]
-    assert t.next_probabilities(z, 0.0).tolist() == [0, 1, 0]
