@@ -3769,10 +3769,9 @@ def read_text(path):
 # %% [markdown]
 # ### The book as index and page
 #
-# The file is a row of cells, text and code. From them come the index of the cards, a checksum of
-# the book's code, which goes into each model so that one made by other code can be named, and the
-# book as a page for a browser. `Formula` reads a formula into a tree by 'The notation of formulas';
-# `typeset` writes the tree as MathML, which browsers set without help, or as LaTeX.
+# The file is a row of cells, text and code. They give the index of the cards, a checksum of the
+# code, by which models made by other code are known, and the book as a page for a browser, with its
+# formulas as MathML and as LaTeX.
 
 # %%
 def cells():
@@ -3783,24 +3782,22 @@ def cells():
     return [(a + 1, lines[a:b]) for a, b in zip(starts, starts[1:])]
 
 
-TAGGED = re.compile(r"#     (.*?)\s*(†?)\s*\((\d+\.\d+)\)")
-
-
 def cards():
     """The 61 cards and the training loop, in order, each with the attributes set here."""
-    found, card = [], SimpleNamespace(functions=[], equations={}, tagged=[], derived=[])
+    found = []
     for at, lines in cells():
-        if match := re.match(r"# ### (?:(\d+)\. )?(.+?)(?: \((\w+)\))?$", lines[1]):
-            way = re.findall(r"(?i)(backward|, forward)", match[2]) or [""]
+        if match := re.fullmatch(r"# #+ (?:(\d+)\. )?(.+?)(?: \(\w+\))?", lines[1]):
+            way = re.search(r"backward|[(,] ?forward", lines[1].lower())
             card = SimpleNamespace(n=int(match[1] or 0), title=match[2], line=at + 1, functions=[],
-                                   direction=match[3] or way[0].strip(", ").lower(), tagged=[],
-                                   equations={}, derived=[])
+                                   direction=way[0].strip("(, ") if way else "", equations={},
+                                   derived=[], tagged=[])
+        for formula, dagger, tag in re.findall(     # a line that begins with more blanks goes on
+                r"(?m)^#     (\S.*?(?:\n#      .*?)*?)\s*(†?) \((\d+\.\d+)\)$", "\n".join(lines)):
+            card.equations[tag] = re.sub(r"\n#\s*", "   ", formula).strip()
+            card.derived += [tag] * bool(dagger)
         for i, line in enumerate(lines, at):
             tags = re.findall(r"\((\d+\.\d+)\)", line.partition("  #")[2])
-            if tag := TAGGED.fullmatch(line):
-                card.equations[tag[3]] = tag[1] or lines[i - at - 1].strip("# ")
-                card.derived += [tag[3]] * bool(tag[2])
-            elif not line.startswith("#") and tags:
+            if tags and not line.startswith("#"):
                 card.tagged.append((i, line.split("  #")[0].strip(), tags))
             elif match := re.match(r"def (demo_(\w+))", line):
                 card.slug, card.demo = match[2].replace("_", "-"), match[1]
@@ -3819,374 +3816,263 @@ def code_checksum():
     return ""
 
 
-FUNCTIONS = "log|exp|max|min|argmax|cos|tanh"
-WORD = rf"(?<![√∂])(?!(?:{FUNCTIONS})\b)(?:[a-z]{{2,}}|[A-Z][a-z]{{4,}})(?![\w(\[^'ᵀ²³*])"
-TOKEN = re.compile(
-    rf"(?P<text>(?:-th|{WORD})(?: {WORD})+|(?:if|else|for|in|keep|only|otherwise|over|of|with)\b)"
-    r"|(?P<number>∞|\.{3}|\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?)"
-    rf"|(?P<function>∑|(?:{FUNCTIONS})(?![A-Za-z\d]))"
-    r"|(?P<name>(?!mod\b)[A-Za-zΑ-ωℝ][A-Za-zΑ-ωℝ\d]*|<\w+>)|(?P<script>[_^](?:[^\W_ᵀ]+|(?=\()))"
-    r"|(?P<tight>(?<=\S)/(?=\S))|(?P<sign>mod|'+|\S)")
-BRACKETS = dict(zip("([{|‖⌊⌈", ")]}|‖⌋⌉"))
-BETWEEN = [("sign", sign) for sign in "=<>≤≥≠∈~←→⇒:,"]    # what stands between sums
-LEVELS = {"+": 1, "-": 1, "±": 1, "/": 2, "·": 3, "×": 3, "⊙": 3, "mod": 3}
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?"
+SIGN = re.compile(                                  # what stands between terms: words, relations
+    r"((?:^|-th| )(?:[A-Z]?[a-z]{2,} )+[a-z]{2,}(?: |(?=,)|$)|(?:^| )(?:if|else|for|of|with|keep"
+    r"|otherwise) |(?<= )[<>](?= )|[=≤≥≠∈~←→⇒:,∕]|(?<!\de)[-+±])")
+BRACKET = re.compile("|".join(rf"\{a}[^][(){{}}⌊⌋⌈⌉|‖]*\{b}"
+                              for a, b in ("()", "[]", "{}", "⌊⌋", "⌈⌉", "||", "‖‖")))
+MARK = r"[_^](?:[^\W_ᵀ]+|[\ue000-\uf8ff])|hat|bar|'+|[ᵀ*\ue000-\uf8ff]"
+FACTOR = re.compile(rf"([√∂]?)({NUMBER}|\.{{3}}|[∞∑·×⊙\u2062]|[^\W\d_ᵀ]+?(?=hat|bar)"
+                    rf"|[^\W\d_ᵀ][^\W_ᵀ]*|<\w+>|[\ue000-\uf8ff])((?:{MARK})*)")
+SHOWN = {                                           # what is no plain row: as MathML and as LaTeX
+    "letter": ("mi", "{}"), "name": ("mi", r"\mathrm{{{}}}"), "number": ("mn", "{}"),
+    "function": ("mi", r"\operatorname{{{}}}"), "text": ("mtext", r"\text{{{}}}"),
+    "sign": ("mo", "{}"), "bracket": ('mo stretchy="false"', "{}"),
+    "slash": ('mo lspace="0" rspace="0"', "/"), "under": ("munder", "{}_{{{}}}"),
+    "space": ('mo rspace="0.17em"', r"\,"), "root": ("msqrt", r"\sqrt{{{}}}"),
+    "sub": ("msub", "{{{}}}_{{{}}}"), "sup": ("msup", "{{{}}}^{{{}}}"),
+    "both": ("msubsup", "{{{}}}_{{{}}}^{{{}}}"), "over": ("mfrac", r"\frac{{{}}}{{{}}}"),
+    "hat": ('mover accent="true"', r"\hat{{{}}}"), "bar": ('mover accent="true"', r"\bar{{{}}}"),
+    "ᵀ": ('msup intent="transpose($x)"', r"{{{}}}^\top"), "fence": ("mrow", r"\left{} {} \right{}"),
+    "norm": ('mrow intent="norm($x)"', r"\left{} {} \right{}"), "arg": ('mrow arg="x"', "{}")}
+LATEX = dict(zip("∑ ∂ ∞ · × ⊙ ± ≤ ≥ ≠ ∈ ~ ← → ⇒ ⌊ ⌋ ⌈ ⌉ ‖ { } ' '' ...".split(), r"""\sum \partial
+    \infty \cdot \times \odot \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor
+    \lceil \rceil \| \{ \} \prime \prime\prime \dots""".split()))
+LEAF = re.compile(r"(?P<text>.* .*\w.*)|(?P<number>[\d∞.].*)|(?P<letter>\w)|(?P<slash>∕)"
+                  r"|(?P<bracket>[][()])|(?P<function>log|exp|max|min|argmax|cos|tanh)"
+                  "|(?P<name><?\\w+>?)|(?P<space>\u2062)|(?P<sign>.+)")
+CODE = re.compile(r'(?P<s>f?(?:"""[^\0]*?"""|"(?:\\.|[^"\\\n])*"))|(?P<c>#.*)'
+                  rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)")
 
 
 class Formula:
-    """A line of mathematics being read into a tree (kind, parts...), the parts trees or text."""
+    """A formula and the tree it is read into: (kind, parts...), or a name, number or sign."""
 
-    def __init__(self, text, line):
-        self.text, self.line, self.sign, self.closes = text, line, "", ""
-        text = text.replace("²", "^2").replace("³", "^3")
-        self.rest = iter([(m.lastgroup, m[0], text[:m.start()][-1:].strip() != "")
-                          for m in TOKEN.finditer(text)] + [("end", "", False)])
-        self.next()
+    def __init__(self, text):
+        self.text, self.brackets = text, {}
+        text = re.sub("[×·]", r" \g<0> ", text.replace("²", "^2").replace("³", "^3"))
+        text = re.sub(r"(?<=\))(?=\()|(?<=\b\d)(?=[A-Za-z](?!-))", " ", text)   # (a)(b) and 2d
+        while match := BRACKET.search(text):        # the innermost first; a letter stands for each
+            opens, inner, closes = match[0][0], self.row(match[0][1:-1]), match[0][-1]
+            letter = chr(0xe000 + len(self.brackets))
+            self.brackets[letter] = ("fence", opens, inner, closes) if opens != "‖" \
+                else ("norm", opens, ("arg", inner), closes)
+            text = text[:match.start()] + letter + text[match.end():]
+        self.tree = self.row(text)
 
-    def next(self):
-        """Go on to the next token: its kind, sign, and whether it touches the one before it."""
-        before, (self.kind, self.sign, self.touches) = self.sign, next(self.rest)
-        return before
+    def row(self, text):
+        """Terms and what stands between them."""
+        parts = SIGN.split(text)
+        return ("row", *(part if i % 2 else self.term(part.strip()) for i, part in enumerate(parts)
+                         if i % 2 or part.strip() or i and parts[i - 1] in "+-±"))
 
-    def row(self, closes=""):
-        """Sums and what stands between them, up to a closing bracket or the end."""
-        items, outer, self.closes = [], self.closes, closes
-        while self.sign != closes:
-            between = self.kind == "text" or (self.kind, self.sign) in BETWEEN
-            items.append((self.kind, self.next()) if between else self.climb(1))
-        self.closes = outer
-        return ("row", *items)
+    def term(self, text):
+        """A product, or one of two products divided by the other."""
+        if " / " in text + " ":
+            return ("over", *map(self.term, text.rsplit(" /", 1)))
+        words = re.sub("(?<=[^·×⊙ ]) +(?=[^·×⊙ ])", " \u2062 ", text).split() or [""]
+        return ("row", *map(self.factor, words)) if words[1:] else self.factor(words[0])
 
-    def starts(self):
-        """Does an operand begin here?"""
-        return self.kind in ("number", "name", "function") or self.sign in ("√", "∂") or \
-            self.sign in BRACKETS and self.sign != self.closes
-
-    def climb(self, level):
-        """What holds together as strongly as this: 1 a + b, 2 a / b, 3 a · b and a b, 4 a/b."""
-        if level == 1 and LEVELS.get(self.sign) == 1:
-            tree = ("prefix", ("sign", self.next()), self.climb(2))
-        else:
-            calls, tree = self.kind == "function", self.operand()
-            if calls and tree[0] != "call" and self.starts():
-                tree = ("apply", tree, ("space", "\u2061"), self.climb(3))
-        while True:
-            here = 4 if self.kind == "tight" else LEVELS.get(self.sign, 3 * self.starts())
-            if not here or here < level:
-                return tree
-            sign = ("sign", self.next()) if self.sign in LEVELS else ("space", "\u2062")
-            right = self.climb(here + 1)
-            tree = ("over", tree, right) if sign[1] == "/" else ("infix", tree, sign, right)
-
-    def bracket(self):
-        opens = ("sign", self.next())
-        tree = ("norm" if opens[1] == "‖" else "fence", opens, self.row(BRACKETS[opens[1]]),
-                ("sign", self.sign))
-        self.next()
-        return tree
-
-    def operand(self):
-        """A number, a name, a bracket, with all that touches it."""
-        if not self.starts():
-            raise BadInput(f"line {self.line}: cannot read the formula {self.text!r} at "
-                           f"{self.sign or 'its end'!r}")
-        if self.sign in ("√", "∂"):
-            sign = self.next()
-            return ("root", self.operand()) if sign == "√" else \
-                ("prefix", ("sign", sign), self.operand())
-        tree = self.bracket() if self.sign in BRACKETS else named(self.kind, self.next())
-        while self.touches:
-            if self.kind == "script":
-                kind, run = {"_": "sub", "^": "sup"}[self.sign[0]], self.next()[1:]
-                each = run if kind == "sub" and re.fullmatch(r"[cijktv\d]+", run) else [run]
-                script = ("row", *(named("number" if one.isdigit() else "name", one)
-                                   for one in each)) if run else self.bracket()[2]
-                kind = "under" if tree == ("sign", "∑") else kind
-                tree = ("both", tree[1], script, tree[2]) if (tree[0], kind) == ("sup", "sub") \
-                    else (kind, tree, script)
-            elif self.sign in ("'", "''", "'''", "*", "ᵀ"):
-                tree = ("transpose" if self.sign == "ᵀ" else "sup", tree, ("sign", self.next()))
-            elif self.sign in ("(", "[") and tree[0] != "fence":
-                tree = ("call", tree, ("sign", "\u2061"), self.bracket()) if self.sign == "(" else \
-                    ("entry", tree, self.bracket())
+    def factor(self, word):
+        """A number, a name or a bracket, with all that touches it."""
+        if "/" in word:
+            return ("over", *map(self.factor, word.rsplit("/", 1)))
+        if not (match := FACTOR.fullmatch(word)):
+            line = THIS.read_text(encoding="utf-8").partition(self.text)[0].count("\n") + 1
+            raise BadInput(f"line {line}: cannot read the formula {self.text!r} at {word!r}")
+        prefix, base, marks = match.groups()
+        tree = self.brackets.get(base, base)
+        for mark in re.findall(MARK, marks):
+            if mark in self.brackets:
+                tree = ("call", tree, self.brackets[mark])
+            elif mark[0] in "_^":                   # each letter of an index is a name
+                names = re.findall(r"[cijktv](?=[cijktv\d]*$)|\d+|\w+", mark[1:])
+                script = ("row", *names) if names else self.brackets[mark[1]][2]
+                kind = "sup" if mark[0] == "^" else "under" if base == "∑" else "sub"
+                tree = (kind, tree, script) if (tree[0], kind) != ("sup", "sub") else \
+                    ("both", tree[1], script, tree[2])
             else:
-                return tree
-        return tree
+                sign = {"hat": "^", "bar": "¯", "ᵀ": "⊤"}.get(mark)
+                base = ("arg", tree) if mark == "ᵀ" else tree
+                tree = (mark, base, sign) if sign else ("sup", tree, mark)
+        return {"√": ("root", tree), "∂": ("row", "∂", tree), "": tree}[prefix]
 
 
-def named(kind, text):
-    """A tree for a number or a name: one letter is slanted, a hat or a bar goes on top."""
-    if accent := re.fullmatch("(d?.)(hat|bar)", text):
-        return (accent[2], named(kind, accent[1]), ("sign", "^" if accent[2] == "hat" else "¯"))
-    single = kind == "name" and len(text) == 1
-    return ("sign" if text == "∑" else "letter" if single else kind, text)
+def typeset(tree, tex=False):
+    """A tree as MathML or as LaTeX."""
+    if isinstance(tree, str):
+        kind = LEAF.fullmatch(tree).lastgroup
+        name = lambda m: rf"\{unicodedata.name(m[0]).split()[-1].lower()} "
+        parts = [LATEX.get(tree) or re.sub("[α-ω]", name, tree) if tex else
+                 html.escape(tree.translate(str.maketrans("-~'∕", "−∼′/")))]
+    else:                                           # a fraction or a root makes brackets idle
+        kind, *parts = tree
+        parts = [typeset(part[2] if part[:2] == ("fence", "(") and (
+            kind in ("over", "root") or kind == "row" and [x[0] for x in part[2][1:]] == ["over"])
+            else part, tex) for part in parts]
+    element, latex = SHOWN.get(kind, ("mrow", "{} " * len(parts)))
+    inner = "".join(parts)
+    if kind == "fence" and ("<mfrac" in inner or "<munder" in inner):
+        inner = inner.replace(' stretchy="false"', "")
+    return latex.format(*parts) if tex else f"<{element}>{inner}</{element.split()[0]}>"
 
 
-# what a tree becomes, as MathML and as LaTeX; what is not here is a row of its parts
-ELEMENTS = {"number": "mn", "name": "mi", "letter": "mi", "function": "mi", "sign": "mo",
-            "text": "mtext", "root": "msqrt", "over": "mfrac", "sub": "msub", "sup": "msup",
-            "both": "msubsup", "under": "munder", "hat": 'mover accent="true"',
-            "bar": 'mover accent="true"', "space": 'mo rspace="0.17em"',
-            "tight": 'mo lspace="0" rspace="0"',
-            "transpose": 'msup intent="transpose($x)"', "norm": 'mrow intent="norm($x)"'}
-LATEX = {"name": r"\mathrm{{{}}}", "function": r"\operatorname{{{}}}", "text": r"\text{{ {} }}",
-         "root": r"\sqrt{{{}}}", "over": r"\frac{{{}}}{{{}}}", "sub": "{{{}}}_{{{}}}",
-         "sup": "{{{}}}^{{{}}}", "both": "{{{}}}_{{{}}}^{{{}}}", "under": "{}_{{{}}}",
-         "hat": r"\hat{{{}}}", "bar": r"\bar{{{}}}", "transpose": r"{{{}}}^\top",
-         "fence": r"\left{} {} \right{}", "norm": r"\left{} {} \right{}"}
-SIGNS = dict(zip([*"∑∂∞·×⊙±≤≥≠∈←→⇒⌊⌋⌈⌉‖{}~<>-ᵀ\u2061\u2062", "...", "mod", "'", "''", "'''"], zip(
-    [*"∑∂∞·×⊙±≤≥≠∈←→⇒⌊⌋⌈⌉‖{}∼<>−T\u2061\u2062…", "mod", *"′″‴"], r"""\sum \partial \infty \cdot
-    \times \odot \pm \le \ge \ne \in \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{
-    \} \sim < > - \top {} \, \dots \bmod \prime \prime\prime \prime\prime\prime""".split())))
-
-
-def typeset(tree, tex=False, roomy=True):
-    """A tree as MathML or as LaTeX; where it is roomy, fractions are stacked, without brackets."""
-    kind, *parts = tree
-    if kind == "over" and not roomy:
-        kind, parts = "slash", [parts[0], ("tight", "/"), parts[1]]
-    for i, part in enumerate(parts):
-        if part[:2] == ("fence", ("sign", "(")) and (kind == "root" or roomy and (
-                kind == "over" or kind != "call" and [x[0] for x in part[2][1:]] == ["over"])):
-            parts[i] = part[2]
-    roomy = roomy and kind not in ("sub", "sup", "both", "under")
-    done = [typeset(part, tex, roomy) if isinstance(part, tuple) else
-            SIGNS[part][tex] if part in SIGNS else part for part in parts]
-    if tex:
-        return re.sub("[Α-ω]", lambda m: f"\\{unicodedata.name(m[0]).split()[-1].lower()} ",
-                      LATEX.get(kind, " ".join(["{}"] * len(done))).format(*done))
-    if kind in ("transpose", "norm"):
-        done[kind == "norm"] = done[kind == "norm"].replace(">", ' arg="x">', 1)
-    if kind == "fence" and not re.search("<mfrac|<munder", done[1]):
-        done[::2] = [part.replace("<mo>", '<mo stretchy="false">') for part in done[::2]]
-    name, leaf = ELEMENTS.get(kind, "mrow"), kind != "row" and not isinstance(parts[0], tuple)
-    return f"<{name}>{html.escape(done[0]) if leaf else ''.join(done)}</{name.split()[0]}>"
-
-
-def equation(lines, at, roomy=True):
-    """MathML and LaTeX of a formula; between its lines, and at wide blanks, it may wrap."""
-    parts = [part for line in lines for part in re.split("(?<![=⇒])   *(?![=-])", line) if part]
-    trees, display = [Formula(part, at).row() for part in parts], ' display="block"' * roomy
-    return (" ".join(f'<math{display} alttext="{html.escape(" ".join(part.split()))}">'
-                     f"{typeset(tree, False, roomy)}</math>" for part, tree in zip(parts, trees)),
-            r" \quad ".join(typeset(tree, True) for tree in trees))
-
-
-# the parts of a text cell, and of code
-PARTS = re.compile(r"(?P<heading>#+ .*)\n|(?P<item>- .*\n(?:(?:  .*)?\n)*)|(?P<apart>(?:    .*\n)+)"
-                   r"|(?P<prose>(?:.+\n)+)")
-CODE = re.compile(
-    r"(?P<s>f?(?:\"\"\"[^\0]*?\"\"\"|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'))|(?P<c>#.*)"
-    rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)|(?P<f>(?<=def |ass )\w+)|(?P<n>\b\d[\d.e-]*\b)")
+def equation(text, stacked=True):
+    """MathML and LaTeX of a formula; it may wrap at wide blanks, in prose where = stands."""
+    parts = re.split(r"(?<!⇒)\s{2,}" if stacked else "(?<=.{5}) (?== .{5})", text)
+    trees = [Formula(part if stacked else part.replace("/", "∕")).tree for part in parts]
+    start = "<math alttext=" if not stacked else '<math display="block" alttext='
+    return (" ".join(f'{start}"{html.escape(part)}">{typeset(tree)}</math>' for part, tree in
+                     zip(parts, trees)), r" \quad ".join(typeset(tree, True) for tree in trees))
 
 
 class Page:
     """The book as a page of HTML."""
 
     def __init__(self):
-        index, self.section, self.contents = cards(), "", []
-        self.cards = {card.line: card for card in index}
-        self.places = {tag: line for card in index[::-1] for line, code, tags in card.tagged
-                       for tag in tags if "show(" not in code}
-        formulas = {tag: text for card in index for tag, text in card.equations.items()}
-        names = {m["name"] for text in formulas.values() for m in TOKEN.finditer(text)} - {None}
-        self.names = {name for name in names if re.search(r"^hs$|^(?!Head|Block).*[A-Zα-ω\d]", name)
-                      and 1 < len(name) < 6}
-        arrays = "|".join(name.split(".")[-1] for name in param_shapes(ModelConfig(1)))
-        link = lambda kind: lambda m: re.sub(r"\d+", rf'<a href="#{kind}-\g<0>">\g<0></a>', m[0])
-        self.rules = {                                      # for what is no formula within prose
-            r"`[^`]+`": lambda m: f"<code>{m[0][1:-1]}</code>",
-            r"\*\*.+?\*\*": lambda m: f"<strong>{m[0][2:-2]}</strong>",
-            rf"\b(?:{arrays})\b": r"<code>\g<0></code>",
-            r"\b[Cc]ards? \d+(?:(?:,| and| to) \d+)*": link("card"),
-            r"\b[Cc]hapters? \d+(?:(?:,| and| to) \d+)*": link("chapter"),
-            r"\b\d+[a-c]\b": r'<a href="#exercise-\g<0>">\g<0></a>',
-            rf"(?<![\d.])(?:{'|'.join(map(re.escape, formulas))})(?!\.?\d)":
-                r'<a href="#eq-\g<0>">\g<0></a>',
-            r"\"[^\"]*\"|\w+'s\b|(?<![\w'])'(?:[^']+'(?!\w)|\w+)|<\w+>"
-            r"|(?=[\w-]*[A-Za-z]{2})\w+(?:-\w+)+(?:'s\b)?": r"\g<0>"}
-        self.opaque = re.compile(f"({'|'.join(self.rules)})")
+        self.equations = {tag: text for card in cards() for tag, text in card.equations.items()}
+        self.ids = {tag: f' id="code-{tag}"' for card in cards() for *_, tags in card.tagged
+                    for tag in tags}                # each is given away once
+        # a formula in prose: names of the equations, numbers and brackets, with signs and marks
+        known = re.findall(r"\b(?!Head|Block|Embed)(?=\w*[A-Zα-ω\d]|\what|hs|wmax)[^\W\d_]"
+                           r"[^\W_ᵀ²³]{1,4}(?=[\W_ᵀ²³])", f"{self.equations}")
+        name = rf"(?:{'|'.join({*known})}|[A-Za-zα-ω]|(?<=· )[a-z]+)(?![A-Za-z\d])"
+        inner = rf"(?:{name}|log|tanh|[^\W\d_]+(?=[_(\[²])|[_^]\w+|[\dᵀ²³]|[^\w\"`()\[\]])*"
+        group = rf"(?:[(\[⌈]{inner}(?:[(\[]{inner}[)\]]{inner})*[)\]⌉]|\|{name}\|)"
+        mark = rf"(?:[_^](?:{group}|[^\W_]+)|{group}|[ᵀ²³'*])"
+        first, term = (rf"(?:[-+√∂±]|(?:∑{mark}*|log|tanh²?) )*(?:{NUMBER})?(?:{start}{name}"
+                       rf"|[^\W\d_]+(?={mark})|{NUMBER}|∞|∑(?=_)|{group}){mark}*"
+                       for start in (r"(?![aAI](?:[\s.,;:?)]|$))", ""))
+        some = r"s? \d+(?:(?:,| and| to) \d+)*"
+        self.marks = re.compile(
+            rf"\b(?P<card>[Cc]ard{some})|\b(?P<chapter>[Cc]hapter{some})|\b(?P<exercise>\d+[a-c])\b"
+            r"|`(?P<code>[^`]+)`|\b(?P<array>[wb][qkvo]|[a-z][a-z\d]+_(?![cijktv\d]+\b)\w+)\b"
+            r"|\*\*(?P<name>\w+)\.\*\*|(?P<plain>\"[^\"]*\"|\w+'s\b|(?<![\w'])'(?:[^']+'(?!\w)|\w+)"
+            r"|<\w+>|(?=[\w-]*[A-Za-z]{2})\w+(?:-\w+)+(?:'s\b)?|[<>&])|(?<![\w.'])(?P<math>"
+            rf"{first}(?: ?(?:[-+±·×/=<>≤≥⊙←→]|mod) ?{term}| (?!\d){first})*)[.,;:?)]*")
 
     def inline(self, text):
-        """Prose with its code, links and formulas."""
-        return "".join(next(re.sub(rule, made, html.escape(part, False)) for rule, made in
-                            self.rules.items() if re.fullmatch(rule, part)) if i % 2 else
-                       self.prose(part) for i, part in enumerate(self.opaque.split(text)))
+        """Prose with its links, code and formulas."""
+        def shown(m):
+            kind, found = m.lastgroup, m[m.lastgroup]
+            link = lambda to, name: f'<a href="#{to}-{name}">{name}</a>'
+            if kind in ("card", "chapter", "exercise"):
+                return re.sub(r"\d+\w?", lambda n: link(kind, n[0]), found)
+            if kind == "name":                      # of an exercise, or of its answer
+                here, to = ("exercise", "answer")[::-1 if self.section == "answers" else 1]
+                return f'<strong id="{here}-{found}"><a href="#{to}-{found}">{found}.</a></strong>'
+            if kind == "math":
+                number, stop = re.fullmatch(NUMBER, found), m[0][len(found):]
+                if self.section == "terms-and-sources":         # it has cards, and no formulas
+                    return link("card", found) + stop if number and len(found) < 3 else m[0]
+                if found in self.equations:
+                    return link("eq", found) + stop
+                return m[0] if number else re.sub(      # no stop begins a line
+                    "(.*)(<math.*)", rf"\1<span>\2{stop}</span>", equation(found, False)[0])
+            found = html.escape(found, False)
+            return f"<code>{found}</code>" if kind in ("code", "array") else found
+        return self.marks.sub(shown, text)
 
-    def prose(self, text):
-        """Prose in which each longest run of tokens that reads as a formula is set as one."""
-        if self.section == "terms-and-sources":             # its numbers are those of cards
-            return re.sub(r"\b\d\d?\b", r'<a href="#card-\g<0>">\g<0></a>', html.escape(text))
-        tokens, out, done = [*TOKEN.finditer(text)], "", 0
-        fits = [bool(m["name"] in self.names or len(m[0]) == 1 and m[0] not in "aAI" or
-                     text[m.end():m.end() + 1] in [*"_^([ᵀ²³*'"] or
-                     re.search(r"[-+·×/=√] ?$", text[:m.start()])) if m["name"] else
-                not m["text"] and m[0] not in ".;?!" for m in tokens] + [False]     # no words
-        for i, token in enumerate(tokens):
-            end = fits.index(False, i)
-            while end > i and token.start() >= done:
-                stop = re.compile(r"[.,;:)\]?!]*").match(text, tokens[end - 1].end())
-                if found := self.formula(text[token.start():stop.start()]):
-                    out += html.escape(text[done:token.start()]) + re.sub(
-                        "(.*)(<math.*)", rf"\1<span>\2{stop[0]}</span>", found)
-                    done = stop.end()
-                end -= 1
-        return out + html.escape(text[done:])
-
-    def formula(self, text):
-        """A piece of prose as a formula, "" where it is none."""
-        alone = text in self.names or len(text) == 1 and text.isalpha()
-        signs = r"[-+=<>/·^_∑'*]|[^\0-~]|\w[([]|log \w|\d[a-z]$"
-        if not alone and not re.search(signs, text) or re.match(r"[-+±=] |\d[\de.-]*$", text):
-            return ""
-        with contextlib.suppress(BadInput):                 # a long one may wrap where = stands
-            items = {*(row := Formula(text, 0).row()[1:])}
-            if not items & {*BETWEEN[-2:]} and not {row[0], row[-1]} & {*BETWEEN}:
-                parts = re.split(" (?== )", text) if len(text) > 30 else [text]
-                return equation(parts, 0, False)[0]
-        return ""
-
-    def blocks(self, text, at, listed=False):
-        """Markdown as HTML; its first line has the number at, or it stands in a list."""
-        parts = []
-        for m in PARTS.finditer(text + "\n"):
-            line, inner = at + text.count("\n", 0, m.start()), re.sub("(?m)^(- |  |#+ )", "", m[0])
-            if m["heading"]:
-                parts.append(self.heading(len(m[0]) - len(inner) - 1, inner.strip(), line))
-            elif m["item"]:
-                parts.append(self.item(self.blocks(inner, line, True)))
-            elif m["apart"]:
-                lines = re.sub("(?m)^  ", "", inner).splitlines()
-                parts.append(self.apart(lines, line) if not listed else
-                             f"<pre>{self.code(lines)}</pre>")
+    def blocks(self, text):
+        """The book's Markdown as HTML."""
+        out = ""
+        for block in re.split(r"\n\n(?!  (?:    )?\S)", text.rstrip()):   # these go on an item
+            if match := re.match(r"(#+) ((?:(Chapter )?(\d+)\. )?.+)", block):
+                level, title, chapter, number = match.groups()
+                self.section = re.sub(r"\W+", "-", title.lower()) if not number else \
+                    f"{'chapter' if chapter else 'card'}-{number}"
+                out += (f'</section><section id="{self.section}"><h{len(level)}>'
+                        f'<a href="#{self.section}">{title}</a></h{len(level)}>')
+            elif block[:2] == "- ":
+                for item in re.split(r"\n+(?=- )", block):
+                    inner = self.blocks(re.sub("(?m)^(- |  )", "", item))
+                    out += f"<ul><li>{inner}</li></ul>" if self.section != "answers" else (
+                        f"<details><summary>{item[4:item.index('.')]}</summary>{inner}</details>")
+            elif block[:4] == "    ":
+                out += self.apart(re.sub("(?m)^    ", "", block))
             else:
-                parts.append(f"<p>{self.inline(' '.join(m[0].split()))}</p>")
-        return "".join(parts).replace("</ul><ul>", "")
+                out += f"<p>{self.inline(' '.join(block.split()))}</p>"
+        return out.replace("</ul><ul>", "")
 
-    def item(self, text):
-        """An item of a list; exercises and answers lead to one another."""
-        name = re.match(r"<p><strong>(\d+[a-c])|", text)[1]
-        if name and self.section == "answers":
-            return (f'<details><summary>Answer {name}</summary><div id="answer-{name}">{text}'
-                    f'<p><a href="#exercise-{name}">The exercise</a></p></div></details>')
-        return f"<ul><li>{text}</li></ul>" if not name else (
-            f'<ul><li id="exercise-{name}">{text}<a href="#answer-{name}">Answer</a></li></ul>')
-
-    def heading(self, level, title, line):
-        """A heading, which opens a section and is listed in the contents."""
-        self.card = self.cards.get(line)
-        title, way = re.fullmatch(r"(.+?)(?: \((\w+)\))?", title).groups("")
-        kind, number = re.match(r"(Chapter )?(?:(\d+)\. )?", title).groups("")
-        self.section = f"{'chapter' if kind else 'card'}-{number}" if number else \
-            re.sub(r"\W+", "-", title.lower())
-        link = f'<a href="#{self.section}">{title}</a>'
-        self.contents.append(f'<li class="h{level}">{link}</li>')
-        return (f'</section><section id="{self.section}"><h{level}>{link}'
-                + f" <small>{way}</small>" * bool(way) + f"</h{level}>")
-
-    def apart(self, lines, at):
-        """What is set apart by four blanks: equations, a table, or a drawing."""
-        rows = [re.split(" {2,}", re.sub(r"^([\w, ]+) (\(.*?\)) = (?=\()", r"`\1`  \2  ", line))
-                for line in lines]
-        if rows[0][0][0] == "`":
-            rows.insert(0, ["array", "shape", "at the default sizes", "in the running example"])
-        elif any(TAGGED.fullmatch(f"#     {x}") for x in lines) or all("=" in x for x in lines):
-            return self.equations(lines, at)
-        elif not re.fullmatch(r"[a-z]+(?: {2,}[a-z ]+)+", lines[0]):
-            text = html.escape("\n".join(lines))
-            label = re.sub(r"[\s─-╿]+", " ", text)          # a drawing without its strokes
+    def apart(self, text):
+        """What is set apart by four blanks: a table, code, a drawing, or equations."""
+        table = re.sub(r"(?m)^([\w, ]+) (\(.*?\)) = (?=\()", r"`\1`  \2  ", text)
+        head = "array  shape  at the default sizes  in the running example\n" * (table != text)
+        if head or re.match(r"[a-z]+ {2,}[a-z ]+\S {2,}", text):
+            rows = [f"<td>{'</td><td>'.join(map(self.inline, re.split(' {2,}', row)))}</td>"
+                    for row in (head + table).split("\n")]
+            rows[0] = rows[0].replace("td>", "th>")
+            return f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
+        groups, out, latex = re.split(r"\n(?! )", text), "", ""
+        if not all(re.search(r"^(?!def ).* = |\(\d+\.\d+\)$", group) for group in groups):
+            label = html.escape(re.sub(r"[\s─│┬├└┐┘┴]+", " ", text))
             image = f' role="img" aria-label="{label}"' * ("─" in text)
-            return f"<pre{image}>{text}</pre>"
-        head = "".join(f'<th scope="col">{cell}</th>' for cell in rows[0])
-        rows = ["".join(f"<td>{self.inline(cell)}</td>" for cell in row) for row in rows[1:]]
-        return f"<table><tr>{head}</tr><tr>{'</tr><tr>'.join(rows)}</tr></table>"
+            return f"<pre{image}>{self.code(text)}</pre>"
+        for group in groups:
+            formula, dagger, tag = re.fullmatch(
+                r"(?s)(.*?)\s*(†?)\s*(?:\((\d+\.\d+)\))?", group).groups()
+            mathml, tex = equation(formula)
+            wide = max(len(re.sub("<[^>]*>", "", part)) for part in mathml.split("</math>"))
+            name, to = f' id="eq-{tag}"' * bool(tag), "code" if tag in self.ids else "eq"
+            link = f'<a href="#{to}-{tag}">{dagger} ({tag})</a>' * bool(tag)
+            out += f'<div class="eq" style="--w:{wide}"{name}><div>{mathml}</div>{link}</div>'
+            latex += f"<code>{html.escape(tex)}</code>"
+        return f"{out}<details><summary>LaTeX</summary>{latex}</details>"
 
-    def equations(self, lines, at):
-        """Formulas of one or more lines; where there are numbers, each ends with one."""
-        parts, latex, group = [], [], []
-        tags = [TAGGED.fullmatch(f"#     {line}") for line in lines]
-        for i, (line, tag) in enumerate(zip(lines, tags)):
-            group.append(tag[1] if tag else line)
-            if tag or not any(tags) and (lines + ["."])[i + 1][0] not in " =":
-                mathml, tex = equation(group, at + i)
-                signs = re.sub(r"\\(?!quad|math|oper|text|frac|left|right|hat)\w+", "x", tex)
-                width = max(len(re.sub(r"\\\w+|[\\,{}_^ ]", "", x)) for x in signs.split(r"\quad"))
-                name, number = "", ""
-                if tag:
-                    name, to = f' id="eq-{tag[3]}"', "code" if tag[3] in self.places else "eq"
-                    number = f'<a href="#{to}-{tag[3]}">{tag[2]} ({tag[3]})</a>'
-                parts.append(f'<div class="eq" style="--w:{width}"{name}><div>{mathml}</div>'
-                             f"{number}</div>")
-                latex.append(f"<code>{html.escape(tex)}</code>")
-                group = []
-        return (f'{"".join(parts)}<details class="tex"><summary>LaTeX</summary>{"".join(latex)}'
-                "</details>")
+    def code(self, text):
+        """Code with colours; its tags lead to equations."""
+        text = CODE.sub(lambda m: f'<span class="{m.lastgroup}">{m[0]}</span>',
+                        html.escape(text.strip("\n"), False))
+        return re.sub(r"(?<= )\((\d+\.\d+)\)", lambda m: f'<a{self.ids.pop(m[1], "")} '
+                      f'href="#eq-{m[1]}">{m[0]}</a>', text)
 
-    def code(self, lines, at=0):
-        """Lines of code, the first of which has the number at, with colours and links."""
-        coloured = CODE.sub(lambda m: f'<span class="{m.lastgroup}">{m[0]}</span>',
-                            html.escape("\n".join(lines), False)).rstrip().split("\n")
-        for i, row in enumerate(coloured):
-            code, mark, comment = row.partition('<span class="c">')
-            coloured[i] = code + mark + re.sub(
-                r"\((\d+\.\d+)\)", lambda m: '<a{} href="#eq-{}">{}</a>'.format(
-                    f' id="code-{m[1]}"' * (self.places.get(m[1]) == at + i), m[1], m[0]), comment)
-        return "\n".join(coloured)
-
-    def code_cell(self, lines, at):
+    def code_cell(self, text):
         """The code of a card, what its demo prints, and the demo's source, folded."""
-        cut = next((i for i, line in enumerate(lines) if line[:9] == "def demo_"), len(lines))
-        code = f"<pre>{self.code(lines[:cut], at)}</pre>" * bool(cut)
-        if cut == len(lines):
+        code, demo, source = text.partition("def demo_")
+        code = f"<pre>{self.code(code)}</pre>" * bool(code)
+        if not demo:
             return code
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            globals()[self.card.demo]()
-        source = self.code([line for line in lines[cut:] if line[:4] != "if _"], at + cut)
-        command = f"<code>python tinygpt.py demo {self.card.slug}</code>"
-        return (f"{code}<figure><figcaption>What {command} prints</figcaption><pre><samp>"
-                f"{html.escape(out.getvalue())}</samp></pre><details>"
-                f"<summary>Source of this demo</summary><pre>{source}</pre></details></figure>")
-
-    def whole(self):
-        """The page."""
-        body = "".join(self.blocks("\n".join(line[2:] for line in lines[1:]), at + 1)
-                       if "[markdown]" in lines[0] else self.code_cell(lines[1:], at + 1)
-                       for at, lines in cells()).removeprefix("</section>") + "</section>"
-        return PAGE.replace("CONTENTS", "".join(self.contents[1:])).replace("BODY", body)
+        name = source.partition("(")[0]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            globals()[demo[4:] + name]()
+        return (f"{code}<figure>What <code>python tinygpt.py demo {name.replace('_', '-')}</code> "
+                f"prints:<pre><samp>{html.escape(printed.getvalue())}</samp></pre><details>"
+                f"<summary>Its source</summary><pre>{self.code(demo + source)}</pre></details>"
+                "</figure>")
 
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"/><title>tinygpt: a complete GPT in one file</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"/><style>
 :root { color-scheme: light dark; --back: #fdfdfb; --text: #1f1f1f; --soft: #5b5b5b; --box: #f3f2ec;
-  --link: #0b5394; --k: #8a1c7c; --s: #1e6b2b; --n: #8a4500; }
+  --link: #0b5394; --key: #8a1c7c; --string: #1e6b2b; }
 @media (prefers-color-scheme: dark) { :root { --back: #17181a; --text: #e4e4e0; --soft: #a8a8a2;
-  --box: #24262a; --link: #8ab8f0; --k: #dd9be0; --s: #93cc96; --n: #e5b07b; } }
+  --box: #24262a; --link: #8ab8f0; --key: #dd9be0; --string: #93cc96; } }
 * { box-sizing: border-box; } body { margin: 0; background: var(--back); color: var(--text);
-  font: 1.05rem/1.55 Charter, "Bitstream Charter", "Iowan Old Style", Georgia, serif; }
-a { color: var(--link); text-decoration: none; } a:hover { text-decoration: underline; }
+  font: 1.05rem/1.55 Charter, "Bitstream Charter", Georgia, serif; }
+a { color: var(--link); text-decoration: none; } h1 a, h2 a, h3 a { color: inherit; }
 main { max-width: 54rem; margin: 0 auto; padding: 1rem; min-width: 0; width: 100%; }
 nav { padding: 1rem; font-size: .85rem; } nav ul { list-style: none; padding: 0; }
-section { border-top: 2px solid var(--box); } .h3 { margin-left: 1rem; } li p { margin: .3rem 0; }
-p, ul, .eq, .tex { max-width: 44rem; } p > span { white-space: nowrap; } figure { margin: 1rem 0; }
-h1 a, h2 a, h3 a { color: inherit; } small, figcaption, summary, .c { color: var(--soft); }
-math { font-family: "STIX Two Math", "Latin Modern Math", "Cambria Math", math; }
+section { border-top: 2px solid var(--box); } .h3 { margin-left: 1rem; } figure { margin: 1rem 0; }
+p > span { white-space: nowrap; } p, ul, .eq, .eq ~ details { max-width: 44rem; }
+li p { margin: .3rem 0; } mtext { padding: 0 .3em; }
 .eq { display: flex; flex-wrap: wrap; align-items: center; gap: 0 1rem; margin: .6rem 0;
   font-size: min(1.1rem, calc(135vw / var(--w))); } .eq > a { font-size: .9rem; margin-left: auto; }
-.eq div { flex: 1 0 auto; display: flex; flex-wrap: wrap; justify-content: center; gap: .3rem 2rem;
-  align-items: center;  max-width: 100%; } .eq math { margin: 0; } mtext { padding: 0 .3em; }
-pre, code, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, Menlo, monospace; }
-pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: .8rem; }
-p code, li code, td code, .tex code { font-size: .85em; overflow-wrap: anywhere; }
-.tex summary { text-align: right; } .tex code { display: block; user-select: all; }
-th, td { text-align: left; padding: .1rem 1rem .1rem 0; }
-table, figcaption, summary { font-size: .85rem; }
-.k { color: var(--k); } .s { color: var(--s); } .n { color: var(--n); } .f { color: var(--link); }
-div:target, li:target, a:target { outline: 2px solid var(--link); }
-@media (max-width: 40rem) { pre { font-size: .65rem; } }
+.eq div { flex: 1 0 auto; display: flex; flex-wrap: wrap; justify-content: center;
+  gap: .3rem 1.2rem; align-items: center; max-width: 100%; } .eq math { margin: 0; }
+:target { outline: 2px solid; }
+code, pre, samp { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
+pre { background: var(--box); padding: .7rem; overflow-x: auto; font-size: min(.8rem, 2.6vw); }
+code { font-size: .85em; overflow-wrap: anywhere; } .eq + details { text-align: right; }
+details > code { display: block; user-select: all; }
+th, td { text-align: left; padding-right: .6rem; }
+table, figure, summary { font-size: .85rem; } samp { color: var(--text); } .k { color: var(--key); }
+figure, summary, .c { color: var(--soft); } .s { color: var(--string); }
 @media (min-width: 70rem) { body { display: grid; grid-template-columns: 18rem 1fr; }
   nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; } }
-@media print { nav, .tex, figure details { display: none; } section { break-inside: avoid; }
-  body { font-size: 10pt; } pre { white-space: pre-wrap; }
+@media print { nav, .eq + details, figure details { display: none; } pre { white-space: pre-wrap; }
+  body { font-size: 10pt; } section { break-inside: avoid; }
   ::details-content { content-visibility: visible; } }
 </style></head><body><nav aria-label="Contents"><ul>CONTENTS</ul></nav><main>BODY</main></body>
 </html>
@@ -4195,7 +4081,12 @@ div:target, li:target, a:target { outline: 2px solid var(--link); }
 
 def run_book(options):
     """Write the book as one page for a browser."""
-    Path(options.out).write_text(Page().whole(), encoding="utf-8")
+    page = Page()
+    body = "".join(page.blocks("\n".join(line[2:] for line in lines[1:]))
+                   if "[markdown]" in lines[0] else page.code_cell("\n".join(lines[1:]))
+                   for _, lines in cells()).removeprefix("</section>") + "</section>"
+    contents = re.sub(r"(?s).*?<(h\d)>(<a.*?</a>)|.+", r'<li class="\1">\2</li>', body)
+    Path(options.out).write_text(PAGE.replace("CONTENTS", contents).replace("BODY", body), "utf-8")
     tell(f"the book as a page is in {options.out}: open it in a browser")
 
 

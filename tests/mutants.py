@@ -9,6 +9,7 @@ from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from conftest import ROOT, t
+import test_page
 
 SWAPS = """Add Sub, Mult Div, FloorDiv Mod, Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, And Or,
     max min, argmax argmin, maximum minimum, exp expm1, log log1p, sqrt cbrt, cos sin, floor ceil,
@@ -16,7 +17,8 @@ SWAPS = """Add Sub, Mult Div, FloorDiv Mod, Lt LtE, Gt GtE, Eq NotEq, In NotIn, 
     float32 float64, right left, stable heapsort, wq wk, wk wv, bq bk, bk bv, _g _b, ln1 ln2,
     ln1_g ln2_g, ln1_b ln2_b, ff1_b ff2_b, Pow Mult""".split(",")
 SWAPS = {a: b for pair in SWAPS[::-1] for a, b in (pair.split()[::-1], pair.split())}
-KINDS = ("cards", "refusals", "check", "program")   # refusals: the conditions of what raises
+# refusals: the conditions of what raises; printed: the text of the equations that test_page runs
+KINDS = ("cards", "refusals", "check", "program", "printed")
 Change = namedtuple("Change", "id kind card line old new start end")    # start, end: of its bytes
 
 
@@ -72,7 +74,7 @@ def variants(node, defaults):
 
 
 def changes(source):
-    """[Change, ...] of a source; card is "1" to "61", "loop", "check" or "program"."""
+    """[Change, ...] of a source; card is "1" to "61", "loop", "check", "program", "printed"."""
     data, cards, result = source.encode(), [""], []
     for line in source.split("\n"):                 # the card of each line, by the heading above it
         found = re.match(r"# ##+ (?:(\d+)\. |The .*?(loop|check|program)$)", line)
@@ -103,6 +105,12 @@ def changes(source):
             line, old = data.count(b"\n", 0, start) + 1, data[start:end].decode()
             new += "\n" * old.count("\n")           # no other line moves
             result.append(Change(f"{name}-{i}", kind, card, line, old, new, start, end))
+    for tag, part in ((tag, part) for tag in test_page.CASES for part in test_page.statements(tag)):
+        at = source.rindex(part, 0, source.index(f"({tag})\n"))
+        line, start = source.count("\n", 0, at) + 1, len(source[:at].encode())
+        result += [Change(f"{tag}-{i}", "printed", "printed", line, part, new, start,
+                          start + len(part.encode()))
+                   for i, new in enumerate(sorted(test_page.changes(part)), 1)]
     return result
 
 
@@ -110,14 +118,16 @@ def who_sees(source, kind="cards", suite=True):
     """Who notices a source (bytes): "golden", the name of a test, or "" for nobody."""
     first = "program checkpoint" if kind == "program" else "equations gradients pytorch"
     files = sorted((path.stem[5:] not in first, f"tests/{path.name}")
-                   for path in ROOT.glob("tests/test_*.py") if path.stem not in ("test_exercises", "test_learning"))
+                   for path in ROOT.glob(f"tests/test_{'page' if kind == 'printed' else '*'}.py")
+                   if path.stem not in ("test_exercises", "test_learning"))
     suite = ["-m", "pytest", "-xqp", "no:cacheprovider", *(name for _, name in files)] * suite
     texts = [t.golden_file(card).read_text(encoding="utf-8") for card in t.cards()]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(
             ".git", ".venv", "__pycache__", "*.npz*"))
         Path(folder, "tinygpt.py").write_bytes(source)
-        for args in filter(None, (["tinygpt.py", "demo"] * (kind != "program"), suite)):
+        demos = ["tinygpt.py", "demo"] * (kind not in ("program", "printed"))
+        for args in filter(None, (demos, suite)):
             bounds = f'ulimit -v 4194304; ulimit -t {120 if args is suite else 20}; exec "$@"'
             played = subprocess.run(                # an endless loop comes to an end
                 ["sh", "-c", bounds, "sh", sys.executable, *args], cwd=folder, capture_output=True,
@@ -186,7 +196,8 @@ if __name__ == "__main__" and sys.argv[1:2] == ["hunt"]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", metavar="CARD", help="1 to 61, loop, program; check: not in all")
+    parser.add_argument("--only", metavar="CARD",
+                        help="1 to 61, loop, program, printed; not in all: check")
     for name, n in (("--sample", 10 ** 6), ("--seed", 0), ("--jobs", 2)):
         parser.add_argument(name, type=int, default=n, metavar="N")
     parser.add_argument("--golden", action="store_true", help="play the demos only")
