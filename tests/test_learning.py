@@ -61,7 +61,7 @@ def test_what_is_wrong_is_told(card, old, new, words, capsys):
 
 
 @pytest.mark.parametrize("level, first, last, seeds", [     # seeds that need few trials
-    ("easy", 1, 61, (0, 1)), ("hard", 1, 61, (9, 10)), ("", 24, 38, (0, 1))])
+    ("hard", 1, 61, (9, 10)), ("easy", 24, 38, (0, 1))])
 def test_a_hunt(level, first, last, seeds, tmp_path):
     faults = set()
     for seed in seeds:
