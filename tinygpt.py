@@ -65,8 +65,8 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
 # Each chapter ends with exercises; the answers stand at the end of the book. Some need later
-# chapters, and can wait: 2b, 3a, 4a, 4b, 5a and 6a. To do one that changes a line, change it and
-# type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
+# chapters, and can wait: 2b, 3a, 3b, 4a, 4b, 5a and 6a. To do one that changes a line, change it
+# and type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
 # prints now, names the others, and checks the gradients (chapter 7). Then undo it.
 #
 # You need Python, the little NumPy of the next section, and school calculus: the derivatives of
@@ -821,9 +821,9 @@ if __name__ == "__main__": demo(demo_batches)
 # %% [markdown]
 # ### 10. Matrix multiplication (forward)
 #
-# Nearly all the work of a GPT is one operation: take a row of numbers, weigh and add them up, once
-# for each output. A matrix W holds the weights, one column for each output, and X holds many rows
-# to be treated alike, one for each position.
+# The basic operation of a GPT is this: take a row of numbers, weigh and add them up, once for each
+# output. A matrix W holds the weights, one column for each output, and X holds many rows to be
+# treated alike, one for each position.
 #
 #     (X W)_tj = ∑_k X_tk W_kj                                                         † (10.1)
 #     X ∈ ℝ^(T×a), W ∈ ℝ^(a×c)  ⇒  X W ∈ ℝ^(T×c)                                       † (10.2)
@@ -1242,7 +1242,7 @@ if __name__ == "__main__": demo(demo_cross_entropy_backward)
 # ### 19. Perplexity
 #
 # A model that guesses evenly among n tokens has the loss log n, so exp(loss) is the number of
-# tokens among which the model is, on average, torn. That number is called perplexity. Before
+# tokens among which an even guess would do as well. That number is called perplexity. Before
 # training it is near V where the weights are small, since then all logits are nearly alike.
 #
 #     perplexity = exp(loss)                                                             (19.1)
@@ -1546,10 +1546,11 @@ if __name__ == "__main__": demo(demo_token_embedding)
 #
 #     (Pos[:T])_t = P_t,  t = 0, ..., T-1                                                (25.1)
 #
-# The position counts from the start of the window, not of the text. Tmax is the longest sequence
-# that the model accepts, and T the length of its training windows, which may be smaller. Then the
-# rows from T on are never trained. They hold nothing but their random start, which weight decay
-# shrinks towards 0 (card 50), and must not be read when the model writes (card 61).
+# P_t is row t of Pos. The position counts from the start of the window, not of the text. Tmax is
+# the longest sequence that the model accepts, and T the length of its training windows, which may
+# be smaller. Then the rows from T on are never trained. They hold nothing but their random start,
+# which weight decay shrinks towards 0 (card 50), and must not be read when the model writes (card
+# 61).
 #
 # Shapes; Pos is `pos_emb`:
 #
@@ -1867,7 +1868,7 @@ if __name__ == "__main__": demo(demo_scores)
 #     S = Qh Khᵀ / √hs                                                                   (32.1)
 #
 # It is the root of hs, in the title d_h, and not of d. `math.sqrt` gives a Python float, which
-# leaves a float32 array in float32; the scalar of np.sqrt would not, from NumPy 2 on.
+# leaves float32 in float32; in 38.8 the scalar of np.sqrt would not, from NumPy 2 on.
 #
 #     Qh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
 #     S (H, T, T) = (2, 16, 16)             (2, 3, 3)
