@@ -1,6 +1,8 @@
 # make train and make test each work on a machine that has only Python 3.11 or newer and make.
 PYTHON ?= python3
 VENV = .venv
+SEED = 1
+CARDS = 1-61
 RUN = $(VENV)/bin/python
 PYTEST = $(RUN) -m pytest -q -p no:cacheprovider
 
@@ -15,6 +17,7 @@ help:
 	@echo "make gradcheck  hold every gradient against central differences"
 	@echo "make bench      measure speed and memory"
 	@echo "make mutants    change each line of the mathematics in turn, to see that the tests notice"
+	@echo "make hunt       SEED=7: write the book with a fault to be found, hunt-7.py"
 	@echo "make clean      remove what was installed and trained here"
 
 $(VENV)/run:
@@ -42,7 +45,10 @@ golden: $(VENV)/test
 mutants: $(VENV)/test
 	$(RUN) tests/mutants.py
 
-clean:
-	rm -rf $(VENV) __pycache__ tests/__pycache__ tinygpt.npz tinygpt.html
+hunt: $(VENV)/test
+	@$(RUN) tests/mutants.py hunt "$(SEED)" "$(LEVEL)" "$(CARDS)" "$(ANSWER)"
 
-.PHONY: help train generate demo book gradcheck bench check test golden mutants clean
+clean:
+	rm -rf $(VENV) __pycache__ tests/__pycache__ tinygpt.npz tinygpt.html hunt-*.py
+
+.PHONY: help train generate demo book gradcheck bench check test golden mutants hunt clean

@@ -23,6 +23,9 @@ TEXT = ("the hen sat in the sun. the fox ran to the hen. the hen ran to the den.
         "\"why do you run?\" said the fox. \"why do you ask?\" said the hen.\n") * 8
 SMALL = ["--merges", "20", "--context", "8", "--max-context", "10", "--width", "12", "--heads", "3",
          "--hidden", "20", "--layers", "1", "--batch", "4", "--stride", "3"]
+# All sizes differ, d / H = 4 too, so that a swapped axis cannot hide behind equal numbers.
+CONFIG = t.ModelConfig(vocab_size=11, context=5, max_context=7, width=12, heads=3, hidden=10,
+                       layers=2)
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals, pipes or devices")
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
@@ -63,6 +66,12 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def rng():
     return np.random.default_rng(2024)
+
+
+def random_params(rng, config=CONFIG):
+    """Parameters of moderate size, gains around 1."""
+    return {name: 0.4 * rng.standard_normal(shape) + name.endswith("_g")
+            for name, shape in t.param_shapes(config).items()}
 
 
 def run(*args, cwd=None):
@@ -120,12 +129,20 @@ def folder(tmp_path_factory):
     """A folder with text.txt and a model.npz trained on it, and what the training printed."""
     path = tmp_path_factory.mktemp("trained")
     (path / "text.txt").write_text(TEXT, encoding="utf-8")
-    result = run_process("train", "--text", "text.txt", "--out", "model.npz", *SMALL, "--steps", 120,
-                         "--eval-every", 40, cwd=path)
+    result = run_process("train", "--text=text.txt", "--out=model.npz", *SMALL, "--steps=120",
+                         "--eval-every=40", cwd=path)
     assert result.returncode == 0, result.stderr
     (path / "stdout").write_text(result.stdout, encoding="utf-8")
     (path / "stderr").write_text(result.stderr, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def train(tmp_path):
+    """train(*options): in this process, on text.txt in tmp_path; the model is m.npz there."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    return lambda *options, out="m.npz", text="text.txt": run(
+        "train", "--text", tmp_path / text, "--out", tmp_path / out, *SMALL, *options)
 
 
 def make_checkpoint(step=3, seed=0):
@@ -138,6 +155,14 @@ def make_checkpoint(step=3, seed=0):
     v = {name: W * W for name, W in v.items()}
     return t.Checkpoint(params, config, tokenizer, {"lr": 0.01, "clip": 0}, step, m, v,
                         rng.bit_generator.state, 1.5, t.code_checksum())
+
+
+def state(path):
+    """All of a training's state that a file holds, to be compared bit for bit."""
+    ck = t.load_checkpoint(path)
+    return (ck.step, ck.batch_rng, ck.val_loss, ck.config, ck.tokenizer.itos, ck.tokenizer.merges,
+            {(part, name): (W.dtype, W.shape, W.tobytes()) for part in ("params", "m", "v")
+             for name, W in getattr(ck, part).items()})
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,4 @@
-"""Each forward card read a second time, slowly, and the values that a reader may count on."""
+"""The values that a reader may count on; what the printed equations do not say is read slowly."""
 import math
 import random
 import sys
@@ -13,19 +13,12 @@ import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import GOLDEN, ROOT
+from conftest import CONFIG, GOLDEN, ROOT, random_params
 from tinygpt import AdamW, batch_loss_and_grads     # as in the book: a training replaces them in t
 
-# All sizes differ, so that a swapped axis cannot hide behind equal numbers. Random inputs are
-# read-only, so that a function that writes into its arguments fails wherever it is called.
-T, d, hs, H, B, F, V, L, Tmax = 5, 12, 4, 3, 6, 10, 11, 2, 7
-CONFIG = t.ModelConfig(V, context=T, max_context=Tmax, width=d, heads=H, hidden=F, layers=L)
-BLOCK_SHAPES = dict(
-    ln1_g=(d,), ln1_b=(d,), wq=(d, d), bq=(d,), wk=(d, d), bk=(d,), wv=(d, d), bv=(d,),
-    wo=(d, d), bo=(d,), ln2_g=(d,), ln2_b=(d,), ff1_w=(d, F), ff1_b=(F,), ff2_w=(F, d), ff2_b=(d,))
-SHAPES = (dict(tok_emb=(V, d), pos_emb=(Tmax, d))
-          | {f"block{l}.{name}": s for l in range(L) for name, s in BLOCK_SHAPES.items()}
-          | dict(lnf_g=(d,), lnf_b=(d,), head_w=(d, V), head_b=(V,)))
+# Random inputs are read-only: a function that writes into its arguments fails wherever it runs.
+V, T, Tmax, d, H, F, L = vars(CONFIG).values()
+B = 6
 # Texts and probabilities that have tripped programs of this kind.
 FAMILY, HINDI = "\U0001f468\u200d\U0001f469\u200d\U0001f467", "हिन्दी"
 AWKWARD = ["  x", "a\tb", "\n\n\n", "x  ", " ", "", "e\u0301\u00e9", "\r\n \r", "don't  we'll",
@@ -60,12 +53,12 @@ def rand(rng, *shape):
     return frozen(rng.standard_normal(shape))
 
 
-def rand_ids(rng, *shape, high=V):
-    return frozen(rng.integers(0, high, shape))
+def rand_ids(rng, *shape):
+    return frozen(rng.integers(0, V, shape))
 
 
-def rand_arrays(rng, shapes, dtype=np.float64):
-    return frozen({name: rand(rng, *shape).astype(dtype) for name, shape in shapes.items()})
+def rand_params(rng, dtype=np.float64):
+    return frozen({name: W.astype(dtype) for name, W in random_params(rng).items()})
 
 
 def close(actual, expected, rtol=1e-12, atol=1e-12):
@@ -77,31 +70,6 @@ def close(actual, expected, rtol=1e-12, atol=1e-12):
 
 
 # Cards 1 to 5: the tokenizer
-def slow_pre_tokens(text):
-    """The alternatives of the pattern, tried by hand from left to right."""
-    def kind(char):
-        return ("blank" if char.isspace() else "digit" if char.isdecimal() else
-                "letter" if char.isalnum() else "other")
-
-    def mark(char):
-        return unicodedata.category(char)[0] == "M" or char in "\u200c\u200d"
-    out, i = [], 0
-    while i < len(text):
-        ending = next((e for e in "'s 't 're 've 'm 'll 'd".split() if text.startswith(e, i)), None)
-        start = i + (text[i] == " " and kind(text[i + 1:i + 2] or " ") != "blank")
-        end = start + 1
-        while end < len(text) and (kind(text[end]) == kind(text[start]) or
-                                   kind(text[start]) == "letter" and mark(text[end])):
-            end += 1
-        if ending:
-            end = i + len(ending)
-        elif kind(text[start]) == "blank" and end < len(text) and end - start > 1:
-            end -= 1                                # the last blank goes with what follows
-        out.append(text[i:end])
-        i = end
-    return out
-
-
 def slow_merge(tokens, pair):
     if len(tokens) < 2:
         return list(tokens)
@@ -128,10 +96,12 @@ def slow_train(word_counts, n_merges):
     ("Hello world!", "Hello| world|!"), ("a  b", "a| | b"), ("a\n\n b", "a|\n\n| b"), (" \t",) * 2,
     ("x1 22y", "x|1| 22|y"), ("it's", "it|'s"), ("a_b", "a|_|b"), ("'the we'll", "'t|he| we|'ll"),
     ("an an\nor an", "an| an|\n|or| an"), ("1\u0301e\u0301t", "1|\u0301|e\u0301t"),
-    (f"{HINDI} की.", f"{HINDI}| की|.")])
+    (f"{HINDI} की.", f"{HINDI}| की|."), ("don't  we'll", "don|'t| | we|'ll"),
+    ("\u0301a", "\u0301|a"),
+    ("\r\n \r", "\r\n \r"), (f"{FAMILY} e", f"{FAMILY}| e"), (" 've\u00bd_", " '|ve\u00bd|_")])
 def test_pre_tokens_are_cut_as_in_gpt2_but_marks_stay_with_their_word(text, cut):
     words = cut.split("|")
-    assert t.PRE_TOKEN.findall(text) == slow_pre_tokens(text) == words
+    assert t.PRE_TOKEN.findall(text) == words
     assert list(t.count_words(text).items()) == [(w, words.count(w)) for w in dict.fromkeys(words)]
 
 
@@ -143,7 +113,6 @@ def test_awkward_and_random_text_comes_back_and_is_not_normalised(n_merges):
     tokenizer = t.Tokenizer(trained.itos, trained.merges)
     for text in texts:
         ids = tokenizer.encode(text)
-        assert t.PRE_TOKEN.findall(text) == slow_pre_tokens(text)
         assert tokenizer.decode(ids) == text and (n_merges or len(ids) == len(text))
         assert type(ids) is list and all(type(i) is int and i > 0 for i in ids)
 
@@ -186,7 +155,7 @@ def test_merging_learning_and_encoding_equal_counting_anew_before_every_merge():
     "at a cat\nat a hat\nat a mat\n", "yzyyzyzy", (ROOT / "corpus.txt").read_text("utf-8")[:5000]
 ], ids=["cats", "yz", "corpus"])
 def test_encoding_the_training_text_gives_the_tokens_training_ended_with(text, n_merges):
-    words = slow_pre_tokens(text)
+    words = t.PRE_TOKEN.findall(text)
     tokens = slow_train({word: words.count(word) for word in words}, n_merges)[1]
     trained = t.build_tokenizer(text, n_merges)
     for tokenizer in (trained, t.Tokenizer(trained.itos, trained.merges)):      # and one loaded
@@ -230,19 +199,14 @@ def test_split_rounds_the_exact_product_down():
             t.split_ids(range(9), bad)
 
 
-def test_windows_equal_the_slow_reading(rng):
-    counts = {(8, 8, 1): 0, (9, 8, 1): 1, (10, 8, 1): 2, (10, 4, 1): 6, (10, 4, 2): 3, (3, 8, 2): 0,
-              (10, 4, 4): 2, (13, 4, 4): 3, (13, 4, 5): 2, (13, 4, 13): 1, (100, 8, 1): 92}
-    for n, size, stride in [*product(range(4, 15), range(1, 5), range(1, 7)), *counts]:
+def test_windows_of_every_size_and_stride(rng):
+    for n, size, stride in product(range(4, 15), range(1, 5), range(1, 7)):
         ids = rand_ids(rng, n)
         starts = [s for s in range(n) if s % stride == 0 and s < n - size]
         x, y = t.make_windows(ids, size, stride)
-        assert x.shape == y.shape == (counts.get((n, size, stride), len(starts)), size)
-        assert t.window_count(n, size, stride) == len(starts)
+        assert x.shape == y.shape == (t.window_count(n, size, stride), size)
         assert x.tolist() == [[ids[s + i] for i in range(size)] for s in starts]
         assert y.tolist() == [[ids[s + i + 1] for i in range(size)] for s in starts]
-    (x, y), (val_x, _) = (t.make_windows(part, 8, 1) for part in t.split_ids(range(100), 0.1))
-    assert len(x) == 82 and y.max() == 89 and len(val_x) == 2 and val_x.min() == 90
     for size, stride in ((4, 0), (4, -1), (0, 1)):
         with pytest.raises(ValueError):
             t.make_windows(np.arange(20), size, stride)
@@ -266,34 +230,18 @@ def test_each_epoch_has_every_window_once_with_its_targets_in_an_order_of_its_ow
 
 
 # Cards 11 to 44: operations and starting values
-def slow_linear(X, W, b):
-    return np.array([[b[j] + sum(row[k] * W[k, j] for k in range(len(W))) for j in range(len(b))]
-                     for row in X])
-
-
 def slow_softmax(row):
     e = [math.exp(z - max(row)) for z in row]
     return np.array([one / math.fsum(e) for one in e])
 
 
-def slow_layer_norm(X, gamma, beta):
-    Y = np.zeros(X.shape)
-    for r, row in enumerate(X):
-        mean = math.fsum(row) / len(row)
-        root = math.sqrt(math.fsum((x - mean) ** 2 for x in row) / len(row) + 1e-5)
-        Y[r] = [gamma[i] * (x - mean) / root + beta[i] for i, x in enumerate(row)]
-    return Y
-
-
-def test_operations_equal_the_slow_reading(rng, lead):
-    X, W, b, gamma, beta = (rand(rng, *s) for s in ((B * T, d), (d, F), (F,), (d,), (d,)))
-    close(Z := t.linear_forward(X, W, b), slow_linear(X, W, b))
-    close(t.relu_forward(frozen(Z)), [[z if z > 0 else 0 for z in row] for row in Z])
-    close(t.layer_norm_forward(X, gamma, beta)[0], slow_layer_norm(X, gamma, beta))
+def test_operations_treat_each_row_alone_and_cross_entropy_is_the_mean_over_all(rng, lead):
+    X, gamma, beta = (rand(rng, *s) for s in ((B * T, d), (d,), (d,)))
+    close(t.layer_norm_forward(X, gamma, beta)[0], np.concatenate(
+        [t.layer_norm_forward(row[None], gamma, beta)[0] for row in X]))
     for shape in ((V,), (T, V), (B, H, T, V)):
         z = rand(rng, *shape)
-        p = [slow_softmax(row) for row in z.reshape(-1, V)]
-        close(t.softmax_forward(z), np.reshape(p, shape))
+        close(t.softmax_forward(z), np.reshape([*map(slow_softmax, z.reshape(-1, V))], shape))
     logits, y = rand(rng, math.prod(lead) * T, V), rand_ids(rng, *lead, T)
     loss, P = t.cross_entropy_forward(logits, y)
     close(P, [slow_softmax(row) for row in logits])
@@ -313,32 +261,18 @@ def test_cross_entropy_of_extreme_logits(logits, target, loss, gradient):
     close(t.cross_entropy_backward(P, y), [gradient], atol=1e-7)
 
 
-def test_softmax_of_extreme_scores_bad_targets_and_perplexity():
+def test_extreme_scores_constant_rows_bad_targets_and_perplexity():
     with np.errstate(all="raise", under="ignore"):
         for z in ([1000.0, 999.0], [-1e5, -1e5 - 1]):
-            close(t.softmax_forward(np.array(z)), slow_softmax([1.0, 0.0]))
+            close(t.softmax_forward(np.array(z)), [1 / (1 + 1 / math.e), 1 / (1 + math.e)])
     assert t.softmax_forward(np.array([[0, -np.inf], [-np.inf, -7]])).tolist() == [[1, 0], [0, 1]]
+    Y, _ = t.layer_norm_forward(np.full((1, 3), 7.0), np.full(3, 2.0), np.arange(3.0))
+    close(Y, [[0.0, 1.0, 2.0]], atol=1e-9)
+    assert t.relu_backward(np.array([5, 5, -5]), np.array([-1, 0, 2])).tolist() == [0, 0, -5]
     for targets in ([0, -1, 1], [0, V, 1], []):
         with pytest.raises(ValueError):
             t.cross_entropy_forward(np.zeros((len(targets), V)), np.array(targets, int))
-    assert t.perplexity(math.log(V)) == pytest.approx(V, rel=1e-14)
     assert t.perplexity(0.0) == 1 and t.perplexity(1e4) == math.inf
-
-
-def test_layer_norm_the_bend_of_relu_and_repeated_ids_by_hand():
-    # Dividing by n - 1 would give [-0.866, -0.289, -0.289, 1.443].
-    Y, cache = t.layer_norm_forward(np.array([[2.0, 4.0, 4.0, 10.0]]), np.ones(4), np.zeros(4))
-    close(Y, [[-0.99999944, -0.33333315, -0.33333315, 1.66666574]], atol=1e-8)
-    dX, _, _ = t.layer_norm_backward(np.array([[0.0, 1.0, 0.0, -1.0]]), cache)
-    close(dX, [[-0.16666639, 0.27777769, -0.05555546, -0.05555583]], atol=1e-8)
-    Y, _ = t.layer_norm_forward(np.full((1, 3), 7.0), np.full(3, 2.0), np.arange(3.0))
-    close(Y, [[0.0, 1.0, 2.0]], atol=1e-9)                  # a constant row
-    Z, dR = frozen((np.array([-1.0, 0.0, 2.0, 3.0]), np.array([5.0, 5.0, -5.0, 0.0])))
-    assert t.relu_backward(dR, Z).tolist() == [0, 0, -5, 0]
-    ids, dX0 = frozen((np.array([[2, 0, 2], [2, 1, 0]]), 2.0 ** np.arange(6)[:, None]))
-    params = frozen(dict(tok_emb=np.zeros((3, 1)), pos_emb=np.zeros((4, 1))))
-    sums = [g.ravel().tolist() for g in t.embed_backward(dX0, ids, params)]
-    assert sums == [[34, 16, 13], [9, 18, 36, 0]]
 
 
 @pytest.mark.parametrize("dtype", [(), (np.float64,)])
@@ -348,7 +282,6 @@ def test_starting_values_fill_their_interval_follow_the_seed_and_are_never_alike
     assert abs(W.mean()) < 0.02 * a and W.var() == pytest.approx(a * a / 3, rel=0.02)
     first, again, other = (t.init_params(CONFIG, np.random.default_rng(seed), *dtype)
                            for seed in (7, 7, 8))
-    assert {name: W.shape for name, W in first.items()} == SHAPES
     for name, W in first.items():
         assert W.dtype == (dtype or (np.float32,))[0] and np.array_equal(W, again[name])
         if W.ndim == 2:
@@ -358,52 +291,11 @@ def test_starting_values_fill_their_interval_follow_the_seed_and_are_never_alike
         else:
             assert np.all(W == (1 if name.endswith("_g") else 0))
     assert len({W.tobytes() for W in first.values() if W.ndim == 2}) == 2 + 6 * L + 1
-
-
-@pytest.mark.parametrize("config", [CONFIG, t.ModelConfig(65), t.ModelConfig(9, width=12, heads=3)])
-def test_parameter_count_by_formula_and_the_first_loss_is_near_log_v(rng, config):
-    w, h, v = config.width, config.hidden, config.vocab_size
-    block = 4 * w * w + 2 * w * h + h + 9 * w
-    params = t.init_params(config, rng)
-    total = (2 * w + 1) * v + (config.max_context + 2) * w + config.layers * block
-    assert t.count_params(t.block_params(params, 1)) == block and t.count_params(params) == total
-    x, y = rand_ids(rng, 2, 40, config.context, high=v)
-    assert abs(t.loss_and_grads(params, x, y, config)[0] - math.log(v)) < 0.6
+    loss, _ = t.loss_and_grads(first, *rand_ids(rng, 2, 40, T), CONFIG)
+    assert abs(loss - math.log(V)) < 0.6
 
 
 # Cards 24 to 46: the model
-def slow_attention(Xn, p):
-    """One window, head by head and query by query; later keys are never looked at."""
-    Q, K, M = (slow_linear(Xn, p["w" + name], p["b" + name]) for name in "qkv")
-    O = np.zeros(Q.shape)
-    for h, i in product(range(H), range(len(Xn))):
-        own = range(h * hs, (h + 1) * hs)                   # columns of head h
-        a = slow_softmax([sum(Q[i, c] * K[j, c] for c in own) / math.sqrt(hs)
-                          for j in range(i + 1)])
-        for c in own:
-            O[i, c] = sum(a[j] * M[j, c] for j in range(i + 1))
-    return slow_linear(O, p["wo"], p["bo"])
-
-
-def slow_ffn(Xn, p):
-    Z = slow_linear(Xn, p["ff1_w"], p["ff1_b"])
-    return slow_linear([[max(0.0, z) for z in row] for row in Z], p["ff2_w"], p["ff2_b"])
-
-
-def slow_block(X, p):
-    Xmid = X + slow_attention(slow_layer_norm(X, p["ln1_g"], p["ln1_b"]), p)
-    return Xmid + slow_ffn(slow_layer_norm(Xmid, p["ln2_g"], p["ln2_b"]), p)
-
-
-def slow_forward(params, ids):
-    E, P = params["tok_emb"], params["pos_emb"]
-    X = np.array([[E[v, j] + P[i, j] for j in range(d)] for i, v in enumerate(ids)])
-    for l in range(L):
-        X = slow_block(X, {name: params[f"block{l}.{name}"] for name in BLOCK_SHAPES})
-    Xf = slow_layer_norm(X, params["lnf_g"], params["lnf_b"])
-    return slow_linear(Xf, params["head_w"], params["head_b"])
-
-
 @pytest.mark.parametrize("heads", [1, 2, 3, d])
 def test_splitting_and_merging_heads(rng, lead, heads):
     M, width = rand(rng, math.prod(lead) * T, d), d // heads
@@ -418,47 +310,40 @@ def test_splitting_and_merging_heads(rng, lead, heads):
             t.split_heads(M, bad, T)
 
 
-def test_the_steps_of_attention_equal_the_slow_reading(rng, lead):
-    (Qh, Kh, Vh), (S, A) = (rand(rng, n, *(lead or (1,)), H, T, c) for n, c in ((3, hs), (2, T)))
-    dots, weights, mixed = t.scores(Qh, Kh), t.attention_weights(S), t.weighted_values(A, Vh)
-    for b, h, i in np.ndindex(S.shape[:-1]):
-        close(dots[b, h, i], [math.fsum(Qh[b, h, i] * Kh[b, h, j]) for j in range(T)])
-        close(mixed[b, h, i], sum(A[b, h, i, j] * Vh[b, h, j] for j in range(T)))
-        close(weights[b, h, i, :i + 1], slow_softmax(S[b, h, i, :i + 1]))
-        assert np.all(weights[b, h, i, i + 1:] == 0)
-    close(t.scaled_scores(Qh, Kh), dots / 2)                # √4, though the model is 12 wide
-    mask, by_hand = t.causal_mask(T, S.dtype), np.array([[0.0, 7.0], [math.log(1), math.log(4)]])
-    assert all(mask[i, j] == (0 if j <= i else -np.inf) for i, j in np.ndindex(T, T))
-    close(t.attention_weights(by_hand), [[1.0, 0.0], [0.2, 0.8]])
-
-
 @pytest.mark.parametrize("length", [1, 3, T, Tmax])
-def test_layers_and_model_equal_the_slow_reading_window_by_window(rng, lead, length):
-    params, p = rand_arrays(rng, SHAPES), rand_arrays(rng, BLOCK_SHAPES)
-    ids = rand_ids(rng, *lead, length)
-    X = rand(rng, ids.size, d)
-    Xs, windows = X.reshape(-1, length, d), ids.reshape(-1, length)
-    for (out, _), slow in (
-            (t.attention_forward(X, p, H, length), [slow_attention(Xw, p) for Xw in Xs]),
-            (t.ffn_forward(X, p), [slow_ffn(Xw, p) for Xw in Xs]),
-            (t.block_forward(X, p, H, length), [slow_block(Xw, p) for Xw in Xs]),
-            (t.forward(params, ids, CONFIG), [slow_forward(params, window) for window in windows])):
-        close(out, np.concatenate(slow), rtol=1e-10)
+def test_a_batch_gives_what_its_windows_give_one_by_one(rng, length):
+    """One window is held to the printed equations, and to PyTorch, in files of their own."""
+    params = rand_params(rng)
+    p = t.block_params(params, 0)
+    ids, X = rand_ids(rng, B, length), rand(rng, B * length, d)
+    for whole, each in (
+            (t.attention_forward(X, p, H, length),
+             lambda X, ids: t.attention_forward(X, p, H, len(X))),
+            (t.block_forward(X, p, H, length), lambda X, ids: t.block_forward(X, p, H, len(X))),
+            (t.forward(params, ids, CONFIG), lambda X, ids: t.forward(params, ids, CONFIG))):
+        windows = zip(X.reshape(B, length, d), ids)
+        close(whole[0], np.concatenate([each(*window)[0] for window in windows]), rtol=1e-10)
+    mask, scores = t.causal_mask(T, np.float64), np.array([[0.0, 7.0], [0.0, math.log(4)]])
+    assert all(mask[i, j] == (0 if j <= i else -np.inf) for i, j in np.ndindex(T, T))
+    assert not mask.flags.writeable and not t.column(3, 1, np.float64).flags.writeable
+    close(t.attention_weights(scores), [[1.0, 0.0], [0.2, 0.8]])
 
 
-def test_changing_a_token_leaves_earlier_positions_alone_bit_for_bit(rng, lead):
-    params, ids = rand_arrays(rng, SHAPES), rand_ids(rng, *lead, T)
-    before = t.forward(params, ids, CONFIG)[0].reshape(*lead, T, V)
-    for place in range(T):
+def test_later_tokens_change_nothing_before_them(rng, lead):
+    params, ids = rand_params(rng), rand_ids(rng, *lead, Tmax)
+    logits = t.forward(params, ids, CONFIG)[0].reshape(*lead, Tmax, V)
+    for place in range(Tmax):
         changed = ids.copy()
         changed[..., place] = (changed[..., place] + 1) % V
-        after = t.forward(params, changed, CONFIG)[0].reshape(*lead, T, V)
-        assert np.array_equal(after[..., :place, :], before[..., :place, :])
-        assert np.all(np.any(after[..., place:, :] != before[..., place:, :], axis=-1))
+        after = t.forward(params, changed, CONFIG)[0].reshape(*lead, Tmax, V)
+        assert np.array_equal(after[..., :place, :], logits[..., :place, :])    # bit for bit
+        assert np.all(np.any(after[..., place:, :] != logits[..., place:, :], axis=-1))
+        short = t.forward(params, ids[..., :place + 1], CONFIG)[0]
+        close(short.reshape(*lead, place + 1, V), logits[..., :place + 1, :], rtol=1e-10)
 
 
 def test_ids_outside_the_vocabulary_bad_lengths_and_no_windows_are_refused(rng):
-    params, one = rand_arrays(rng, SHAPES), t.ModelConfig(V, 1, 1, d, H, F, L)
+    params, one = dict(rand_params(rng)), t.ModelConfig(V, 1, 1, d, H, F, L)
     for function in (t.loss_and_grads, batch_loss_and_grads, t.in_halves, t.validation_loss):
         with pytest.raises(ValueError):
             function(params, np.zeros((0, T), int), np.zeros((0, T), int), CONFIG)
@@ -483,25 +368,24 @@ def test_every_function_keeps_the_type_and_writes_into_no_input(rng, lead, dtype
     for name, function in list(vars(t).items()):
         if name.endswith(("_forward", "_backward")):
             monkeypatch.setattr(t, name, watched(function))
-    params, x, y = rand_arrays(rng, SHAPES, dtype), *rand_ids(rng, 2, *lead, T)
+    params, x, y = rand_params(rng, dtype), *rand_ids(rng, 2, *lead, T)
     loss, grads = t.loss_and_grads(params, x, y, CONFIG)
     assert type(loss) is float and len(called) >= 18        # 9 pairs
-    assert {name: (g.shape, g.dtype) for name, g in grads.items()} == {
-        name: (shape, dtype) for name, shape in SHAPES.items()}
+    assert {g.dtype for g in grads.values()} == {np.dtype(dtype)}
 
 
 # Cards 53 and 55, and the two halves of a large batch
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, B])
 def test_a_batch_in_parts_of_any_size_gives_the_means_over_its_windows(rng, parts):
-    params, (x, y) = rand_arrays(rng, SHAPES), rand_ids(rng, 2, B, T)
+    params, (x, y) = rand_params(rng), rand_ids(rng, 2, B, T)
     loss, grads = batch_loss_and_grads(params, x, y, CONFIG, parts)
     each = [t.loss_and_grads(params, *window, CONFIG) for window in zip(x, y)]
     close(loss, sum(one for one, _ in each) / B)
-    close(grads, {name: sum(g[name] for _, g in each) / B for name in SHAPES})
+    close(grads, {name: sum(g[name] for _, g in each) / B for name in params})
 
 
 def test_validation_loss_is_the_mean_over_all_windows(rng):
-    params, (x, y) = rand_arrays(rng, SHAPES), rand_ids(rng, 2, 65, T)
+    params, (x, y) = rand_params(rng), rand_ids(rng, 2, 65, T)
     losses = [t.loss_and_grads(params, *window, CONFIG)[0] for window in zip(x, y)]
     for M in (1, 31, 32, 33, 65):
         loss = t.validation_loss(params, x[:M], y[:M], CONFIG)
@@ -510,7 +394,7 @@ def test_validation_loss_is_the_mean_over_all_windows(rng):
 
 @pytest.mark.parametrize("size, parts", [(6, [5]), (6, [3, 3]), (6, [3, 4]), (1, [1]), (1, [1, 1])])
 def test_halves_of_a_large_batch_give_what_two_parts_give(rng, monkeypatch, size, parts):
-    params, (x, y) = rand_arrays(rng, SHAPES, np.float32), rand_ids(rng, 2, sum(parts), T)
+    params, (x, y) = rand_params(rng, np.float32), rand_ids(rng, 2, sum(parts), T)
     expected = batch_loss_and_grads(params, x, y, CONFIG, len(parts))
     whole, seen = t.loss_and_grads, []
     monkeypatch.setattr(t, "LARGE", size * T * d)
@@ -525,7 +409,7 @@ def test_halves_of_a_large_batch_give_what_two_parts_give(rng, monkeypatch, size
         for inputs in ((bad, y), (x, bad)):
             with pytest.raises(ValueError, match=f"from 0 to {V - 1}"):
                 t.in_halves(params, *inputs, CONFIG)
-        np.testing.assert_equal(t.in_halves(params, x, y, CONFIG), (loss, grads))
+    np.testing.assert_equal(t.in_halves(params, x, y, CONFIG), (loss, grads))   # it goes on
 
 
 # Cards 50 to 52: the optimizer
@@ -534,9 +418,8 @@ def test_halves_of_a_large_batch_give_what_two_parts_give(rng, monkeypatch, size
 def test_adamw_equals_the_slow_reading(rng, dtype, rtol, settings):
     shapes, scale = dict(a=(3, 4), b=(5,), c=(2, 3, 2)), dict(a=1.0, b=1e-7, c=1e3)
     # Gradients as small as eps show on which side of the root it stands.
-    start, grads = rand_arrays(rng, shapes, dtype), [
-        {name: rand(rng, *s).astype(dtype) * scale[name] for name, s in shapes.items()}
-        for _ in range(5)]
+    start, *grads = ({name: rand(rng, *s).astype(dtype) * (scale[name] if i else 1)
+                      for name, s in shapes.items()} for i in range(6))
     params, rates = deepcopy(start), [0.1, 0.2, 0.05, 0.3, 0.1]
     optimizer, arrays = AdamW(params, *settings), dict(params)
     for g, lr in zip(grads, rates):
@@ -556,25 +439,17 @@ def test_adamw_equals_the_slow_reading(rng, dtype, rtol, settings):
     assert optimizer.t == 5
 
 
-@pytest.mark.parametrize("gradients, values", [
-    ((0.3, -0.1, 0.2), (1.9860000003, 1.9780185484, 1.9680219132)), ([0], [1.996])])
-def test_adamw_by_hand(gradients, values):
-    params = dict(w=np.array([[2.0]]), b=np.array([2.0]))
-    optimizer = AdamW(params, weight_decay=0.2)
-    for g, value in zip(gradients, values):
-        optimizer.step(params, dict(w=np.array([[g]]), b=np.zeros(1)), 0.01)
-        assert params["w"].item() == pytest.approx(value, abs=1e-10) and params["b"].item() == 2.0
-
-
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 10 ** 6])
 @pytest.mark.parametrize("shapes", [
     dict(b=(3,), w=(2, 3), c=(2,), z=(3, 1), s=(1, 2, 2)), dict(w=(2, 3), z=(3, 1)), dict(b=(3,))])
 def test_long_arrays_give_bit_for_bit_what_adamw_gives(rng, monkeypatch, shapes, length):
-    monkeypatch.setattr(t.LongAdamW, "stretch", length)
-    start, results = rand_arrays(rng, shapes, np.float32), []
+    monkeypatch.setattr(t, "STRETCH", length)
+    start = frozen({name: rand(rng, *s).astype(np.float32) for name, s in shapes.items()})
+    results = []
     for kind in (AdamW, t.LongAdamW):
         params = deepcopy(start)
         optimizer = kind(params, 0.8, 0.95, 1e-7, weight_decay=0.3)
+        state = params, optimizer.m, optimizer.v
         assert not any(np.any(optimizer.m[name]) for name in start)
         for name, W in start.items():                       # as after a resumption
             optimizer.m[name][...], optimizer.v[name][...] = W, W * W
@@ -582,8 +457,7 @@ def test_long_arrays_give_bit_for_bit_what_adamw_gives(rng, monkeypatch, shapes,
         for _ in range(3):
             optimizer.step(params, {name: start[name] * 2 for name in reversed(start)}, 0.1)
         assert optimizer.t == 7 and list(params) == list(start)
-        results.append([{name: arrays[name] for name in start}
-                        for arrays in (params, optimizer.m, optimizer.v)])
+        results.append([[arrays[name] for name in start] for arrays in state])
     np.testing.assert_equal(*results)
 
 
@@ -597,27 +471,19 @@ def test_what_serves_speed_can_stand_in_for_what_the_book_says(monkeypatch, caps
 
 
 @pytest.mark.parametrize("a, b, limit, norm, factor", [
-    ([2, -3], 6, 3.5, 7, 0.5), ([2, -3], 6, 7, 7, 1), ([2, -3], 6, 8, 7, 1),
-    ([2, -3], 6, math.inf, 7, 1), ([0] * 3, 0, 1, 0, 1), ([3e19] * 3, 3e19, 1, 6e19, 1 / 6e19),
-    ([1e-23] * 3, 1e-23, 1, 2e-23, 1), ([1, -2, 4], -10, 0.33, 11, 0.03)])
+    ([2, -3], 6, 3.5, 7, 0.5), ([2, -3], 6, 7, 7, 1), ([2, -3], 6, math.inf, 7, 1),
+    ([0] * 3, 0, 1, 0, 1), ([np.inf, 1], 2, 1, np.inf, 1), ([np.nan], 2, 1, np.nan, 1)])
 def test_clipping_uses_one_norm_for_all_arrays_and_never_scales_up(a, b, limit, norm, factor):
     for dtype in (np.float32, np.float64):
         grads = dict(a=np.array(a, dtype), b=np.array([[b]], dtype))
         arrays, expected = dict(grads), {name: g * dtype(factor) for name, g in grads.items()}
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            assert t.clip_grad_norm(grads, limit) == pytest.approx(norm)
+            assert t.clip_grad_norm(grads, limit) == pytest.approx(norm, nan_ok=True)
         close(arrays, expected, rtol=1e-6 * (factor < 1), atol=0)           # changed in place
         assert all(g.dtype == dtype for g in arrays.values())
-
-
-def test_a_norm_that_is_not_finite_scales_nothing_and_a_limit_of_no_length_is_refused():
-    for bad in (np.inf, -np.inf, np.nan):
-        grads = dict(a=np.array([bad, 1.0]), b=np.array([2.0]))
-        assert not math.isfinite(t.clip_grad_norm(grads, 1.0))
-        assert grads["a"][1] == 1.0 and grads["b"][0] == 2.0
-    for limit in (0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=str(limit)):
-            t.clip_grad_norm(dict(a=np.ones(2)), limit)
+    for bad in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=str(bad)):
+            t.clip_grad_norm(dict(a=np.ones(2)), bad)
 
 
 @pytest.mark.parametrize("warmup, total", [(4, 10), (0, 10), (1, 2), (10, 10), (0, 1)])
@@ -663,7 +529,7 @@ def test_a_loss_or_norm_that_is_not_finite_stops_training_before_the_step(rng, v
 
 # Cards 56 to 61: the choice of a token, and the loop
 def slow_choice(logits, temperature, k, top_p):
-    p = slow_softmax([float(z) / temperature for z in logits])
+    p = [math.exp(z / temperature) for z in logits.tolist()]
     cut = sorted(p, reverse=True)[k - 1] if 0 < k < len(p) else 0.0
     p = [x / sum(x for x in p if x >= cut) if x >= cut else 0.0 for x in p]
     total, kept = 0.0, []
@@ -690,16 +556,13 @@ def test_temperature_top_k_and_top_p_equal_the_slow_reading_in_float64(rng):
 @pytest.mark.parametrize("p, choice, expected", [
     (TIES, dict(top_k=1), [1, 0, 0, 0, 0]), (TIES, dict(top_k=5), TIES / TIES.sum()),
     (TIES, dict(top_k=2), [0.47536689, 0.17487770, 0.17487770, 0.17487770, 0]),
-    ([0.05, 0.36, 0.48, 0.11], dict(top_p=0.9), [0, 0.37894737, 0.50526316, 0.11578947]),
     (HALVES, dict(top_p=0.49), FIRST), (HALVES, dict(top_p=0.5), FIRST),
     (HALVES, dict(top_p=0.75), [2 / 3, 1 / 3, 0, 0]), (HALVES, dict(top_p=1e-9), FIRST),
     (HALVES, dict(top_p=0.76), [4 / 7, 2 / 7, 1 / 7, 0]), (HALVES, dict(temperature=0), FIRST),
-    (FOUR, dict(temperature=2.0), [0.34695394, 0.29588331, 0.20922110, 0.14794166]),
-    (FOUR, dict(temperature=2.0, top_p=0.7), [0.40719505, 0.34725710, 0.24554785, 0]),
-    (FOUR, dict(top_k=2), [0.57894737, 0.42105263, 0, 0]), (FOUR, dict(temperature=2e-6), FIRST),
+    (FOUR, dict(temperature=2e-6), FIRST),
     (FOUR, dict(top_k=2, top_p=0.5), FIRST), (FOUR, dict(top_k=1, top_p=0.1), FIRST),
     (np.exp([-20, -30, -40]), dict(top_k=1), [1, 0, 0]), ([0, 1, 1], {}, [0, 0.5, 0.5])])
-def test_temperature_comes_first_then_top_k_with_its_ties_then_top_p(p, choice, expected):
+def test_choices_at_their_edges_and_with_ties(p, choice, expected):
     with np.errstate(divide="ignore"):
         logits = np.log(p)
     close(t.next_probabilities(logits, **choice), expected, atol=1e-8)
@@ -747,7 +610,7 @@ def test_one_draw_is_held_against_the_running_sum(rng):
     dict(temperature=0), dict(temperature=3.0), dict(temperature=2.0, top_k=6, top_p=0.9)])
 def test_generation_reads_the_last_context_ids_and_takes_one_draw_a_token(length, choice):
     rng = np.random.default_rng(50)                 # with most, greedy text is one token for ever
-    params, prompt = rand_arrays(rng, SHAPES), rand_ids(rng, length).tolist()
+    params, prompt = rand_params(rng), rand_ids(rng, length).tolist()
     expected, draws = list(prompt), np.random.default_rng(9)
     for _ in range(13):
         logits, _ = t.forward(params, np.array(expected[-T:]), CONFIG)
