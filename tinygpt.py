@@ -59,9 +59,10 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #   derivative of the loss with respect to X, in short, by X, or, with a word behind it such as
 #   dX_branch, one of several parts that add up to it. It has the shape of X, since each entry of X
 #   has its own derivative. Together, such derivatives are called the gradient. A small enough step
-#   against it, each number less a little of its derivative, makes the loss smaller. Training is
-#   many steps of this kind (chapter 8).
-# - A backward function stands beneath its forward function and goes through its steps in reverse.
+#   against it, each number less a little of its derivative, makes the loss smaller, where it is not
+#   0. Training is many steps of this kind (chapter 8).
+# - A backward function stands beneath its forward function. That of a chain of functions goes
+#   through them in reverse.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
 # Each chapter ends with exercises; the answers stand at the end of the book. Some need later
@@ -71,8 +72,9 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #
 # You need Python, the little NumPy of the next section, and school calculus: the derivatives of
 # sums, products, quotients and powers, of exp and the natural log (all logarithms here are
-# natural), and the chain rule. Cards 23 and 32 also use variances, and that those of independent
-# numbers add up; card 23 an integral, card 47 Taylor's formula. ∂Y/∂X is the derivative of Y by X
+# natural), and the chain rule. Cards 23 and 32 also use variances, that those of independent
+# numbers add up, and that the mean of a product of such numbers is the product of their means; card
+# 23 an integral, card 47 Taylor's formula, card 52 a cosine. ∂Y/∂X is the derivative of Y by X
 # while all else is held fixed. The chain rule is used throughout in this form: when the loss
 # depends on X only through Y, each entry of X may touch several entries of Y, and their effects add
 # up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array used in several places gets such a sum from each.
@@ -121,13 +123,14 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     ℝ^(T×a)  all matrices of T rows and a columns
 #     δ_ij     1 where i = j, else 0; 1[...] is 1 where the condition holds, else 0
 #     1        a column of ones; 1 bᵀ repeats the row b in every row
-#     ᵀ, ⊙     transpose; entry by entry product
+#     ᵀ, ⊙, ·  transpose; entry by entry product; product of numbers
+#     {i : ...}   the set of all i for which this holds; bars around it count its members
 #     ‖, ⌊ ⌋, ⌈ ⌉   size of a vector; rounding down; rounding up
 #
 # Some letters serve twice, never in one function. V is also the matrix of values in attention
 # (cards 28 to 38), as everywhere in the field. h numbers a head in cards 29 to 36, and is a small
 # step in cards 21 and 47 to 49. x is a window of ids, and elsewhere just an input. Others, such as
-# a, b, c, m, r, s, v, w, M, P, S, β and ε, are explained where they occur, and hold for that card.
+# a, b, c, m, r, s, v, w, M, P, S, β and ε, are explained where they occur, and hold there.
 #
 # ## The notation of formulas
 #
@@ -138,7 +141,8 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # - `_` puts the letters and digits that follow, or a bracket, below the line, and `^` above it:
 #   `X_tj`, `m_(t-1)`. A power stands before the index: `g²_k`. ∑_k is the sum over all k.
 # - A name that touches a bracket is a function or an array with its argument: `exp(z)`, `ids[t]`.
-#   With a blank between them it is a product: `s (a + b)`.
+#   With a blank between them, or after a bracket, it is a product: `s (a + b)`, `(a + b)(c + d)`.
+# - W', a* and p'' are names like any other. Only in card 47 and answer 3c is f' a derivative.
 # - A slash without blanks divides what touches it: `1/d`. One with blanks divides the whole product
 #   before it by the whole product behind it: `dS Kh / √hs`.
 # - √ and ∂ take what touches them. ∑, max, log and the like, with a blank behind, take the whole
@@ -172,10 +176,10 @@ class ModelConfig:
                 raise BadInput(f"{name} must be a whole number from 1 up, got {value!r}")
         if self.width % self.heads:
             raise BadInput(f"--width {self.width} cannot be shared by --heads {self.heads}: "
-                             f"make it a multiple of them")
+                           f"make it a multiple of them")
         if self.context > self.max_context:
             raise BadInput(f"--context {self.context} is larger than --max-context "
-                             f"{self.max_context}: make it smaller, or --max-context larger")
+                           f"{self.max_context}: make it smaller, or --max-context larger")
 
 
 def block_shapes(d, F):
@@ -209,13 +213,13 @@ def block_params(params, l):
 # One tiny model goes through the whole book: the text below, windows of T = 3 tokens, width d = 4,
 # H = 2 heads, F = 6, one block, and parameters with one decimal, so that a pocket calculator is
 # enough. `example(card)` builds what the demo of `card` starts from, with the functions of earlier
-# cards only. Three things come early or from outside: X0, the input of chapter 3, which card 26
-# explains; Xn2 in cards 39 and 40, which card 41 explains; and the gradient dY, which is made up.
-# Demos that need other numbers bring their own. What is printed is rounded, so the last digit may
-# differ by a little when you redo a step. Where a demo runs the whole model or all of a backward
-# pass, as in cards 42, 46, 49, 53, 55 and 61, in the training loop, and at the end of 50, 51 and
-# 56, its results would take an evening by hand. What a random generator draws, in cards 9, 23, 32,
-# 43, 49, 60 and 61 and in the loop, has to be taken as given.
+# cards only. Some things come early or from outside: parameters of later cards; X0, the input of
+# chapter 3, which card 26 explains; Xn and Xn2, which card 41 explains; and the gradient dY, which
+# is made up. Demos that need other numbers bring their own. What is printed is rounded, so the last
+# digit may differ by a little when you redo a step. Where a demo runs the whole model or all of a
+# backward pass, as in cards 42, 46, 49, 53, 55 and 61 and in the training loop, its results would
+# take an evening by hand. What a random generator draws, in cards 9, 23, 32, 43, 49, 60 and 61 and
+# in the loop, has to be taken as given.
 #
 # `demo` plays a demo at once in a notebook, under its card. In a program the command line decides.
 
@@ -321,10 +325,10 @@ def demo(function):
 # blanks and line ends, but for the last one if something follows; then that last one. An accent or
 # a vowel sign that Unicode writes as a mark of its own belongs to the letter before it, and so do
 # the two joiners that stand within words of some scripts. Every character lands in exactly one
-# piece, and none is changed, such as two spellings of é made one, so text comes back as it went in.
+# piece, and none is changed (two spellings of é stay two), so text comes back as it went in.
 #
 # Learning the merges, in the next two cards, looks only at each distinct pre-token w and the number
-# n_w of places i where it stands; the bars count the members of a set:
+# n_w of places i where it stands:
 #
 #     n_w = |{i : pretoken[i] = w}|                                                       (1.1)
 
@@ -642,8 +646,8 @@ if __name__ == "__main__": demo(demo_encode_decode)
 #
 # A model that is praised for the text it has learned from may just have learned it by heart. So a
 # share ρ of the stream is held out: no step of the training sees it, it is only used to measure.
-# (The tokenizer is made from the whole text.) It is cut off the end, in one piece. Drawing single
-# sentences instead would put each between its own neighbours.
+# (The tokenizer is made from the whole text.) It is cut off the end, in one piece. Single
+# sentences, drawn here and there, would stand between neighbours that the model has seen.
 #
 #     cut = ⌊(1 - ρ) N⌋                                                                   (6.1)
 #
@@ -977,9 +981,10 @@ if __name__ == "__main__": demo(demo_linear_backward)
 # ### 13. ReLU (forward)
 #
 # Two linear layers in a row are no better than one: (X W) W' = X (W W') is one matrix product
-# again. Something that is not linear, an activation function, must stand between them. The simplest
-# does it: keep what is positive, replace the rest by 0. The name is short for rectified linear
-# unit. Z is the output of the first layer, with a column for each of F numbers, the hidden units.
+# again, and biases do not change that. Something that is not linear, an activation function, must
+# stand between them. The simplest does it: keep what is positive, replace the rest by 0. The name
+# is short for rectified linear unit. Z is the output of the first layer, with a column for each of
+# F numbers, the hidden units.
 #
 #     R_ti = max(0, Z_ti)                                                                (13.1)
 #
@@ -1083,8 +1088,9 @@ if __name__ == "__main__": demo(demo_softmax)
 # %% [markdown]
 # ### 16. Softmax, backward
 #
-# Raise one score z_j and its own probability rises, while each other one falls. Both follow from
-# the quotient rule, with s for ∑_k exp(z_k). The maximum of 15.1 drops out of p by 15.3:
+# Raise one score z_j and its own probability rises, while each other one falls (those that are
+# exactly 0 or 1 stay). Both follow from the quotient rule, with s for ∑_k exp(z_k). The maximum of
+# 15.1 drops out of p by 15.3:
 #
 #     i = j:  ∂p_i/∂z_i = (exp(z_i) s - exp(z_i) exp(z_i)) / s² = p_i - p_i p_i
 #     i ≠ j:  ∂p_i/∂z_j = (0 - exp(z_i) exp(z_j)) / s²          =     - p_i p_j
@@ -1358,7 +1364,8 @@ if __name__ == "__main__": demo(demo_layernorm)
 #     ∂Xhat_ti/∂X_tj = s_t (δ_ij - 1/d) + (X_ti - μ_t) ∂s_t/∂X_tj
 #                    = s_t (δ_ij - 1/d - (1/d) Xhat_ti Xhat_tj)                        † (21.5)
 #
-# Sixth, the chain rule adds up what X_tj does to its row. The three terms of 21.5 give three sums:
+# Sixth, the chain rule adds up what X_tj does to its row. The three terms of 21.5 give three sums,
+# the last two of them means:
 #
 #     dX_tj = ∑_i dXhat_ti ∂Xhat_ti/∂X_tj
 #           = s_t (dXhat_tj - (1/d) ∑_i dXhat_ti - Xhat_tj (1/d) ∑_i dXhat_ti Xhat_ti)
@@ -1368,7 +1375,7 @@ if __name__ == "__main__": demo(demo_layernorm)
 #
 #     ∂Y_ti/∂γ_i = Xhat_ti,  ∂Y_ti/∂β_i = 1                                            † (21.7)
 #
-# In 21.6 the first sum takes away the part of the gradient that would shift the whole row, the
+# In 21.6 the first mean takes away the part of the gradient that would shift the whole row, the
 # second the part that would stretch it along Xhat. LayerNorm undoes both, but for ε.
 #
 # Shapes at the default sizes: the matrix of 21.5 is (d, d) = (32, 32) for each row.
@@ -1747,8 +1754,7 @@ if __name__ == "__main__": demo(demo_qkv)
 def head_size(d, heads):
     """hs = d / H; ValueError where that is not a whole number (card 29)."""
     if heads < 1 or d % heads:
-        raise BadInput(f"width {d} cannot be shared by {heads} heads: "
-                         f"make it a multiple of them")
+        raise BadInput(f"width {d} cannot be shared by {heads} heads: make it a multiple of them")
     return d // heads                                                       #         (29.1)
 
 
@@ -2171,10 +2177,10 @@ def attention_backward(dOut, cache, block):
     dQh = dS @ Kh / math.sqrt(hs)                                           # (H, T, hs)  (38.8)
     dKh = dS.swapaxes(-1, -2) @ Qh / math.sqrt(hs)                          # (H, T, hs)  (38.9)
     dQ, dK, dV = (merge_heads(M) for M in (dQh, dKh, dVh))                  # (T, d)      (38.10)
-    dXq, dwq, dbq = linear_backward(dQ, Xn, block["wq"])                    # (38.11) (38.12)
-    dXk, dwk, dbk = linear_backward(dK, Xn, block["wk"])                    # (38.11) (38.12)
-    dXv, dwv, dbv = linear_backward(dV, Xn, block["wv"])                    # (38.11) (38.12)
-    dXn = dXq + dXk + dXv                                                   # (T, d)      (38.13)
+    dXn_q, dwq, dbq = linear_backward(dQ, Xn, block["wq"])                  # (38.11) (38.12)
+    dXn_k, dwk, dbk = linear_backward(dK, Xn, block["wk"])                  # (38.11) (38.12)
+    dXn_v, dwv, dbv = linear_backward(dV, Xn, block["wv"])                  # (38.11) (38.12)
+    dXn = dXn_q + dXn_k + dXn_v                                             # (T, d)      (38.13)
     grads = {"wq": dwq, "bq": dbq, "wk": dwk, "bk": dbk, "wv": dwv, "bv": dbv, "wo": dwo, "bo": dbo}
     return dXn, grads
 
@@ -2188,8 +2194,8 @@ def demo_attention_backward():
     dS = softmax_backward(dA, A)
     dQh, dKh = dS @ Kh / math.sqrt(2), dS.swapaxes(1, 2) @ Qh / math.sqrt(2)
     dVh = A.swapaxes(1, 2) @ dOh
-    print("dOut has the numbers of demo 40; Xn is in demo 28, Qh in 30, Kh in 31, A in 34,")
-    print("Vh in 35, the matrices are in 28 and 37. Head 0:")
+    print("dOut is columns 0 to 3 of dY in demo 12; Xn and matrices are in demos 28 and 37,")
+    print("Qh in 30, Kh in 31, A in 34, Vh in 35. Head 0:")
     show("dOh", dOh[0])
     show("dA", dA[0])
     show("dS", dS[0])
@@ -2411,7 +2417,8 @@ if __name__ == "__main__": demo(demo_block)
 # puts two such brackets behind dY, and L blocks put 2L. Multiplied out, one term is dY alone,
 # whatever the weights are. Without the residual path each I would be missing, and dX would be dY
 # times a chain of 2L matrices. How large dX(0) is beside dX(L), the ratio of the roots of their
-# sums of squares, was measured on models of width 32 at their starting values, with five seeds:
+# sums of squares, was measured with five seeds on models of the default sizes at their starting
+# values, with a window of random ids and a random dX(L):
 #
 #     blocks   as it is   no path        no LayerNorm   neither
 #     24       16 to 44   0.026 to 3.7   4e4 to 2e7     6e-8 to 1.4e-6
@@ -2446,10 +2453,10 @@ def demo_residual_backward():
     show("dY", e.dY)
     print("(X, Xmid, Xn2, ln2_g: demo 41; ln1_g: demo 20; dXn2 is dXn of demo 40; dXn is")
     print("not that of demo 38, where dOut was dY: here it is dXmid)")
-    show("branch", dXmid_branch)
+    show("by 42.2", dXmid_branch)
     show("dXmid", e.dY + dXmid_branch)
     show("dXn", attention_backward(e.dY + dXmid_branch, cache["attention"], e.block)[0])
-    show("branch", dX - e.dY - dXmid_branch)
+    show("by 42.5", dX - e.dY - dXmid_branch)
     show("dX", dX)
     for name in ("ln1_g", "ln1_b", "ln2_g", "ln2_b"):
         show(f"d {name}", grads[name])
@@ -2622,7 +2629,7 @@ if __name__ == "__main__": demo(demo_model_forward)
 #
 # Each block returns the gradients of its own 16 arrays too. This is all of backpropagation. One
 # forward pass and one backward pass give the derivative of the loss by every parameter. Finding
-# them by trying would need two forward passes for each (card 47).
+# them by 47.1 would take two forward passes for each.
 #
 # Shapes; each gradient has the shape of its parameter:
 #
@@ -2744,7 +2751,7 @@ if __name__ == "__main__": demo(demo_central_difference)
 # ### 48. Relative error
 #
 # When are two numbers near enough? A difference of 0.001 is nothing beside 1000 and everything
-# beside 0.002. So the difference is divided by the larger of the two.
+# beside 0.002. So the difference is divided by the larger of the two sizes.
 #
 #     rel(a, b) = |a - b| / max(|a|, |b|, ε)                                             (48.1)
 #
@@ -2774,7 +2781,7 @@ if __name__ == "__main__": demo(demo_relative_error)
 #
 # Now the whole model. For each array, some entries are drawn at random, each is moved by ±h, and
 # the slope of the loss is held against the gradient of card 46. The worst error is reported by
-# name, so a mistake shows where it is.
+# name: it shows from where backward the gradients are wrong.
 #
 #     worst[name] = max_s rel(∂loss/∂θ[i_s], (loss(θ[i_s] + h) - loss(θ[i_s] - h)) / (2h)),
 #                   s = 1, ..., samples                                                  (49.1)
@@ -2787,7 +2794,7 @@ if __name__ == "__main__": demo(demo_relative_error)
 #
 # Where the move by h carries the input of a ReLU across 0, the two points lie on different sides of
 # the bend, and the quotient is not the slope. So each entry is measured with two steps h, and the
-# smaller error counts: a bend is hardly ever met twice, while a wrong gradient stays wrong.
+# smaller error counts: a bend hardly ever lies within both, while a wrong gradient stays wrong.
 
 # %%
 def check_params(params, x, y, config, rng, samples):
@@ -2813,11 +2820,11 @@ def demo_check_params():
     for name in ("tok_emb", "pos_emb", "block0.bk", "block0.ff1_w", "lnf_g", "head_w"):
         print(f"{name:13} {verdict(worst[name])}")
     print(f"the worst of all {len(worst)} arrays lies between 0 and 1e-4: "
-          f"{0 < max(worst.values()) < 1e-4}")
+          f"{0 < np.max([*worst.values()]) < 1e-4}")
     Z = linear_forward(e.Xn2, e.block["ff1_w"], e.block["ff1_b"])           # (3, 6)
     near = dict(e.params, **{"block0.ff1_b": e.block["ff1_b"] - Z[2] + 2e-6})
     worst = check_params(near, e.x, e.y, e.config, np.random.default_rng(0), samples=4)
-    print(f"six inputs of ReLU 2e-6 from the bend: {verdict(max(worst.values()))}")
+    print(f"six inputs of ReLU 2e-6 from the bend: {verdict(np.max([*worst.values()]))}")
     measured = numerical_grad(lambda b: loss_and_grads(dict(e.params, head_b=b), e.x, e.y,
                                                        e.config)[0], e.params["head_b"].copy())
     show("backward", e.grads["head_b"])
@@ -3021,7 +3028,8 @@ if __name__ == "__main__": demo(demo_adamw)
 # small (see the last u of its demo). So all gradients together are taken as one long vector, and
 # where that is longer than a limit c, it is shortened to length c. Its direction stays. The
 # program's limit is 1, the usual value. In its default run hardly a step reaches it at first; late
-# in the run, when the model is surer of itself, most steps are shortened a little.
+# in the run, when the model is surer of itself, most steps are shortened a little. In the small run
+# at the end of chapter 9 the first steps are.
 #
 #     ‖g‖ = √(∑_k ∑_i g²_ki)                                                             (51.1)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
@@ -3225,8 +3233,8 @@ if __name__ == "__main__": demo(demo_validation_loss)
 # next epoch begins, in a new order. A loss or a norm that is not finite means that training has
 # diverged. Going on would spoil the parameters, so the loop stops before it takes that step.
 #
-# The demo trains a model with two blocks on a text of 15 words that comes three times. Then the
-# model goes on from `the`, as chapter 10 explains.
+# The demo trains a model with two blocks on a text of 15 words that comes three times, so what it
+# holds out is no new text. Then the model goes on from `the`, as chapter 10 explains.
 
 # %%
 def epoch_after_epoch(x, y, batch, rng):
@@ -3287,13 +3295,14 @@ if __name__ == "__main__": demo(demo_training)
 # ## Chapter 10. Generation
 #
 # The trained model says how likely each token is to come next. To write, choose one, put it at the
-# end, and ask again. Logits come in float32; choosing is done in float64.
+# end, and ask again. In the program logits come in float32; choosing is done in float64.
 
 # %% [markdown]
 # ### 56. Greedy guard
 #
-# The next card divides the logits by a temperature τ. The lower τ is, the more certain it is that
-# the likeliest token wins. At 0 the division would fail, and the largest logit is taken.
+# The next card divides the logits by a temperature τ. The lower τ is, the more surely the likeliest
+# token wins, or one of several as likely. At 0 the division would fail, and the largest logit is
+# taken.
 #
 #     τ < 1e-6  ⇒  next = argmax_i logits_i                                              (56.1)
 #
@@ -3329,7 +3338,7 @@ if __name__ == "__main__": demo(demo_greedy)
 #
 #     p = softmax(logits / τ)                                                            (57.1)
 #
-# With τ below 1 the differences grow and the likely tokens win more often. With τ above 1 they
+# With τ below 1 the differences grow and the likeliest token wins more often. With τ above 1 they
 # shrink. Since exp(z/τ) is exp(z) to the power 1/τ, and common divisors cancel, each probability is
 # raised to the power 1/τ, and then all are scaled to sum to 1.
 #
@@ -3361,8 +3370,8 @@ if __name__ == "__main__": demo(demo_temperature)
 #     p''_i = p'_i / ∑_j p'_j                                                            (58.3)
 #
 # Tokens that tie with the last one kept are kept too, since nothing speaks for one of them against
-# another. With k = 0, or a k above V, nothing is cut. `np.sort` puts the smallest first, so [-k] is
-# the k-th largest.
+# another. With k = 0, and with k = V or more, nothing is cut. `np.sort` puts the smallest first, so
+# [-k] is the k-th largest.
 #
 # Shapes:  p (V,) gives p (V,), with zeros in it.
 
@@ -3450,7 +3459,8 @@ if __name__ == "__main__": demo(demo_top_p)
 # Lay the probabilities side by side as pieces of a line of length 1, and let a random number r
 # between 0 and 1 point at it. Piece i is hit with probability p_i. The piece that r hits is the
 # first whose running total exceeds r; its index is the number of totals that do not. Rounding may
-# make the last total slightly less than 1, so r is scaled by it.
+# make the last total slightly less than 1, so r is scaled by it. Token 1 has here a piece of no
+# width:
 #
 #     p       0.2    0            0.5                 0.3
 #     0 ─────────┬───────────────────────────┬──────────────── 1
@@ -3677,9 +3687,9 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # - **8b.** Golden files that change: 18, 46, 49 to 51, 53. The gradients are too large by a factor,
 #   the number of positions that go through the model at once; so in card 53 the parts no longer
 #   agree. AdamW divides m by the root of v, where the factor cancels, and the demo of card 61 does
-#   not clip; so its training looks healthy. But a limit c that only the largest gradients should
-#   reach now cuts them all: in the demo of the training loop the norm is above c = 1 in 6 of the 20
-#   steps, and now in all. The gradient check tells at once.
+#   not clip; so its training looks healthy. But a limit c cuts more of them: in the demo of the
+#   training loop the norm is above c = 1 in 6 of the 20 steps, and now in all. The gradient check
+#   tells at once.
 # - **9a.** (2.5440 + 4.1966)/2 = 3.3703 and (2.9195 + 2.9500 + 2.9260)/3 = 2.9318; their mean is
 #   3.1511, and the loss is 3.1072. The first two windows got 1/4 each, the other three 1/6 each,
 #   and all should get 1/5. So each part must count by its share of the batch.
@@ -4272,9 +4282,10 @@ def train(options):
     name = kept.get("text", "corpus.txt")           # beside the model, the program, or here
     places = [Path(os.path.realpath(out)).parent, THIS.parent, Path.cwd()] if ck else [THIS.parent]
     found = [options.text] if options.text else [*filter(Path.is_file, (f / name for f in places))]
-    checksum = lambda path: hashlib.sha256(read_text(path).encode()).hexdigest()
-    path = max(found or [name], key=lambda path: checksum(path) == kept.get("checksum"))
-    text, settings["text"], settings["checksum"] = read_text(path), Path(path).name, checksum(path)
+    texts = {path: read_text(path) for path in found or [name]}
+    checksum = lambda path: hashlib.sha256(texts[path].encode()).hexdigest()
+    path = max(texts, key=lambda path: checksum(path) == kept.get("checksum"))
+    text, settings["text"], settings["checksum"] = texts[path], Path(path).name, checksum(path)
     timer = threading.Timer(1, tell, [f"reading {len(text):,} characters"])
     timer.daemon = True                             # for texts that take longer than a second
     timer.start()
