@@ -4162,13 +4162,18 @@ def load_checkpoint(path):
                 if W.shape != shapes[name] or W.dtype.kind != "f" or not np.isfinite(W).all():
                     raise BadInput(f"{kind}/{name} should be finite numbers of shape "
                                    f"{shapes[name]}, it is {W.dtype} {W.shape}")
-        checkpoint = Checkpoint(**about)
+        return Checkpoint(**about)
     except Exception as error:                      # the file may be anything
         ours = isinstance(error, (BadInput, argparse.ArgumentTypeError))
         reason = error if ours else getattr(error, "strerror", None) or \
             "it is no archive of plain arrays, or part of it is lost"
         raise BadInput(f"{path} is not a tinygpt checkpoint: {reason}; choose another name, or "
                        f"train a new one") from None
+
+
+def load_to_use(path):
+    """load_checkpoint, and a line on stderr where the model was made by other code."""
+    checkpoint = load_checkpoint(path)
     if "" != checkpoint.code != code_checksum() != "":
         tell(f"note: {path} was made by other code than this file has now")
     return checkpoint
@@ -4272,7 +4277,7 @@ def train(options):
     for name in (out, options.log or ""):
         if not Path(name).parent.is_dir():
             raise BadInput(f"cannot write {name}: there is no such folder")
-    ck = load_checkpoint(out) if options.resume else None
+    ck = load_to_use(out) if options.resume else None
     there, older = (load_checkpoint(path) if os.path.lexists(path) and not ck else None
                     for path in (out, old))
     kept = ck.settings if ck else {}
@@ -4421,7 +4426,7 @@ def prompt_ids(tokenizer, prompt):
 
 def run_generate(options):
     """Print the prompt and what the model writes after it, as it comes."""
-    ck, rng = load_checkpoint(options.model), np.random.default_rng(options.seed)
+    ck, rng = load_to_use(options.model), np.random.default_rng(options.seed)
     warn_unknown(ck.tokenizer, options.prompt, "the prompt")
     ids, bars = prompt_ids(ck.tokenizer, options.prompt)
     print_text(options.prompt, end="")
@@ -4446,7 +4451,7 @@ def cell(token, width):
 
 def run_look(options):
     """Show what the model sees in a prompt: tokens, surprise, attention, likeliest next tokens."""
-    ck = load_checkpoint(options.model)
+    ck = load_to_use(options.model)
     warn_unknown(ck.tokenizer, options.prompt, "the prompt")
     ids, bars = prompt_ids(ck.tokenizer, options.prompt)
     x = np.array(ids[-ck.config.context:])                                  # (T,)
@@ -4707,15 +4712,16 @@ def in_halves(params, xb, yb, config, parts=1):
         return in_turn(params, xb, yb, config, parts)
     if len(xb) < 2 or xb.size * config.width < LARGE:
         return loss_and_grads(params, xb, yb, config)
-    half, share_2 = len(xb) // 2, 1 - len(xb) // 2 / len(xb)
+    half = len(xb) // 2
+    share = half / len(xb)
     later = second_thread().submit(np.errstate(all="ignore")(loss_and_grads),
                                    params, xb[half:], yb[half:], config)
     loss, gbar = loss_and_grads(params, xb[:half], yb[:half], config)
     loss_2, g = later.result()
     for k in gbar:
-        gbar[k] *= 1 - share_2
-        gbar[k] += g[k] * share_2                                           # as 53.3
-    return loss * (1 - share_2) + loss_2 * share_2, gbar                    # as 53.2
+        gbar[k] *= share
+        gbar[k] += g[k] * (1 - share)                                       # as 53.3
+    return loss * share + loss_2 * (1 - share), gbar                        # as 53.2
 
 
 def end_to_end(arrays, names):

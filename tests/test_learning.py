@@ -10,6 +10,7 @@ from conftest import GOLDEN, ROOT, changed_module, plain_environment, refused, r
 SOURCE = (ROOT / "tinygpt.py").read_text(encoding="utf-8")
 LINES = SOURCE.split("\n")
 WORTH = re.findall(r"(?m)^\|.* \d\.\d{3} \|$", (ROOT / "README.md").read_text("utf-8"))
+assert len(WORTH) == 9, "the rows of the README's table"
 
 
 @pytest.mark.parametrize("card", t.cards(), ids=lambda card: card.slug)
