@@ -3749,7 +3749,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 
 # %%
 import argparse, contextlib, ctypes, difflib, hashlib, html, io, json, keyword, os, shlex
-import shutil, signal, textwrap, threading, time, timeit, traceback
+import shutil, signal, textwrap, time, timeit, traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import make_dataclass, replace
 from itertools import islice, repeat
@@ -4251,20 +4251,17 @@ class Progress:
 @contextlib.contextmanager
 def stop_signals():
     """A list that gets the number of a signal to stop; the next signal has its usual effect."""
-    def as_before():
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     def ask(number, frame):
         asked.append(number)
         as_before()
 
     asked, before = [], {}
+    as_before = lambda: [*map(signal.signal, before, before.values())]
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):    # Windows has no SIGHUP, nohup ignores it
-        number = getattr(signal, name, None)
-        if threading.current_thread() is threading.main_thread() and number \
-                and signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, ask)
+        with contextlib.suppress(AttributeError, ValueError):       # ValueError: in a thread
+            number = getattr(signal, name)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, ask)
     try:
         yield asked
     finally:
@@ -4274,9 +4271,6 @@ def stop_signals():
 def train(options):
     """Learn from a text, save the model, write a sample."""
     out, old = options.out, f"{options.out}.old"
-    for name in (out, options.log or ""):
-        if not Path(name).parent.is_dir():
-            raise BadInput(f"cannot write {name}: there is no such folder")
     ck = load_to_use(out) if options.resume else None
     there, older = (load_checkpoint(path) if os.path.lexists(path) and not ck else None
                     for path in (out, old))
@@ -4291,13 +4285,9 @@ def train(options):
     checksum = lambda path: hashlib.sha256(texts[path].encode()).hexdigest()
     path = max(texts, key=lambda path: checksum(path) == kept.get("checksum"))
     text, settings["text"], settings["checksum"] = texts[path], Path(path).name, checksum(path)
-    timer = threading.Timer(1, tell, [f"reading {len(text):,} characters"])
-    timer.daemon = True                             # for texts that take longer than a second
-    timer.start()
-    try:
-        tokenizer = ck.tokenizer if ck else build_tokenizer(text, s.merges)
-    finally:
-        timer.cancel()
+    if len(text) > 100_000:                         # it may take seconds
+        tell(f"reading {len(text):,} characters of {path}")
+    tokenizer = ck.tokenizer if ck else build_tokenizer(text, s.merges)
     train_ids, val_ids = split_ids(tokenizer.encode(text), s.val_fraction)
     for part, name in ((train_ids, "training"), (val_ids, "validation")):
         if len(part) <= s.context and (name == "training" or s.val_fraction):
@@ -4672,7 +4662,6 @@ def run_changed(chosen, named):
 
 # %%
 LARGE = 2 ** 16                                     # B · T · d from which a batch is cut in two
-STRETCH = 2 ** 16                                   # numbers that fit into a fast memory
 
 
 def prepare_for_training():
@@ -4698,11 +4687,7 @@ def one_core_for_products():
                 getattr(ctypes.CDLL(library), name)(1)
 
 
-@cache
-def second_thread():
-    return ThreadPoolExecutor(1, initializer=one_core_for_products)
-
-
+SECOND_THREAD = ThreadPoolExecutor(1, initializer=one_core_for_products)
 in_turn = batch_loss_and_grads
 
 
@@ -4714,8 +4699,8 @@ def in_halves(params, xb, yb, config, parts=1):
         return loss_and_grads(params, xb, yb, config)
     half = len(xb) // 2
     share = half / len(xb)
-    later = second_thread().submit(np.errstate(all="ignore")(loss_and_grads),
-                                   params, xb[half:], yb[half:], config)
+    later = SECOND_THREAD.submit(np.errstate(all="ignore")(loss_and_grads),
+                                 params, xb[half:], yb[half:], config)
     loss, gbar = loss_and_grads(params, xb[:half], yb[:half], config)
     loss_2, g = later.result()
     for k in gbar:
@@ -4724,37 +4709,28 @@ def in_halves(params, xb, yb, config, parts=1):
     return loss * share + loss_2 * (1 - share), gbar                        # as 53.2
 
 
-def end_to_end(arrays, names):
-    """The numbers of all matrices in one vector, under True, and all others, under False."""
-    return {matrix: np.concatenate([arrays[name].ravel() for name in names if matrix ==
-                                    (arrays[name].ndim > 1)] or [np.zeros(0)])
-            for matrix in (True, False)}
-
-
-def stretches(long):
-    """{(matrix, start): a stretch}, (1, n) of the matrices and (n,) of all else."""
-    return {(matrix, at): flat[at:at + STRETCH].reshape((1, -1) if matrix else -1)
-            for matrix, flat in long.items() for at in range(0, len(flat), STRETCH)}
-
-
 class LongAdamW(AdamW):
-    """AdamW on stretches of two long arrays; those in params, m and v become views of them."""
+    """AdamW on one long array, matrices first; params, m and v become views of such arrays."""
 
     def __init__(self, params, *args, **settings):
         super().__init__(params, *args, **settings)
-        self.names = [*params]
-        for arrays in (params, self.m, self.v):
-            long, done = end_to_end(arrays, self.names), Counter()
-            for name, W in arrays.items():
-                at, done[W.ndim > 1] = done[W.ndim > 1], done[W.ndim > 1] + W.size
-                arrays[name] = long[W.ndim > 1][at:at + W.size].reshape(W.shape)
-            if arrays is params:
-                self.params = stretches(long)
-            else:
-                arrays |= stretches(long)
+        self.names = sorted(params, key=lambda name: -params[name].ndim)
+        self.sizes = np.array([params[name].size for name in self.names])
+        self.params = {}
+        for arrays, places in ((params, self.params), (self.m, self.m), (self.v, self.v)):
+            places |= (long := self.long(arrays))
+            flat = long["matrices"].base
+            for name, part in zip(self.names, np.split(flat, self.sizes.cumsum())):
+                arrays[name] = part.reshape(arrays[name].shape)
+
+    def long(self, arrays):
+        """All matrices in one row, (1, n), and all else, (n,): two views of one array."""
+        n = sum(arrays[name].size for name in self.names if arrays[name].ndim > 1)
+        flat = np.concatenate([arrays[name].ravel() for name in self.names])
+        return {"matrices": flat[None, :n], "rest": flat[n:]}
 
     def step(self, params, grads, lr):
-        super().step(self.params, stretches(end_to_end(grads, self.names)), lr)
+        super().step(self.params, self.long(grads), lr)
 
 
 # %% [markdown]
@@ -4779,8 +4755,9 @@ whole = checked(int, "a whole number from 1 up", lambda n: 1 <= n <= 10 ** 12)
 amount = checked(float, "a number from 0 up", lambda x: 0 <= x < math.inf)
 below_1 = checked(float, "a number from 0 to below 1", lambda x: 0 <= x < 1)
 share = checked(float, "a number above 0 and up to 1", lambda x: 0 < x <= 1)
-file_name = checked(lambda name: "./" * name.startswith("-") + name, "the name of a file",
-                    lambda name: name and name[-1] not in ("/", os.sep))
+file_name = checked(lambda name: "./" * name.startswith("-") + name,
+                    "the name of a file in a folder that is there",
+                    lambda name: name[-1:] not in ("", "/", os.sep) and Path(name).parent.is_dir())
 OPTIONS = {key: SimpleNamespace(fixed=fixed, default=default, check=check, help=help)
            for key, fixed, default, check, help in (
     # fixed: what a checkpoint fixes; the rest may change when training goes on

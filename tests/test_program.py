@@ -1,6 +1,6 @@
 """The program as its users meet it: options, texts, prompts, output, streams, signals."""
 import contextlib, csv, io, itertools, math, os, re, shlex, shutil, signal, subprocess, sys
-import threading, unicodedata
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,12 +148,11 @@ def test_a_large_batch_is_trained_on_without_a_second_process(train, monkeypatch
     assert result.returncode == 0, result.stderr
 
 
-def test_reading_that_takes_longer_than_a_second_says_so(train, monkeypatch):
-    learn, tell, told = t.build_tokenizer, t.tell, threading.Event()
-    monkeypatch.setattr(t, "build_tokenizer", lambda *args: (told.wait(20), learn(*args))[1])
-    monkeypatch.setattr(t, "tell", lambda text, *args, **kw: (
-        tell(text, *args, **kw), told.set() if "reading" in text else None))
-    assert f"reading {len(TEXT):,} characters" in train("--steps", 1).stderr
+def test_reading_a_long_text_says_so(train, tmp_path):
+    (tmp_path / "long.txt").write_text(TEXT * (100_000 // len(TEXT) + 1))
+    said = "reading 10"
+    assert said in train("--steps", 1, text="long.txt").stderr
+    assert said not in train("--steps", 1).stderr
 
 
 @pytest.fixture
