@@ -290,6 +290,12 @@ def show(name, array, digits=4):
         print(f"{name if i == 0 else '':10}" + "".join(f"{text:>{width}}" for text in row))
 
 
+def show_all(digits=4, **arrays):
+    """Print arrays under their names, one after the other."""
+    for name, array in arrays.items():
+        show(name, array, digits)
+
+
 def refused(function, *args):
     """Print what a function says about input that it should refuse."""
     try:
@@ -731,8 +737,7 @@ def demo_windows():
     e = example(7)
     x, y = make_windows(e.train_ids, 3, stride=3)
     print("the running example, T = 3, stride 3:")
-    show("x", x, digits=0)
-    show("y", y, digits=0)
+    show_all(x=x, y=y, digits=0)
 
 if __name__ == "__main__": demo(demo_windows)
 
@@ -871,9 +876,7 @@ def row_mean(X):
 def demo_matmul():
     e = example(10)
     X, W, b = e.X0, e.block["ff1_w"], e.block["ff1_b"]
-    show("X", X, digits=1)
-    show("W", W, digits=1)
-    show("b", b, digits=1)
+    show_all(X=X, W=W, b=b, digits=1)
     terms = " + ".join(f"({number(x, 1)})({number(w, 1)})" for x, w in zip(X[0], W[:, 1]))
     print(f"(X W)_01 = {terms} = {number((X @ W)[0, 1], 2)}")
     print(f"Y_01     = {number((X @ W)[0, 1], 2)} + ({number(b[1], 1)}) = "
@@ -966,10 +969,8 @@ def demo_linear_backward():
     X, W = e.X0, e.block["ff1_w"]
     dY = e.dY[:, [0, 1, 2, 3, 2, 1]]                                        # (3, 6)
     dX, dW, db = linear_backward(dY, X, W)
-    for name, array in (("X", X), ("W", W), ("dY", dY)):
-        show(name, array, digits=1)
-    for name, array in (("dW", dW), ("db", db), ("dX", dX)):
-        show(name, array, digits=2)
+    show_all(X=X, W=W, dY=dY, digits=1)
+    show_all(dW=dW, db=db, dX=dX, digits=2)
     terms = " + ".join(f"({number(x, 1)})({number(g, 1)})" for x, g in zip(X[:, 1], dY[:, 0]))
     print(f"dW_10 = {terms} = {number(dW[1, 0], 2)}")
     terms = " + ".join(f"({number(g, 1)})({number(w, 1)})" for g, w in zip(dY[2, :3], W[3, :3]))
@@ -1002,8 +1003,7 @@ def demo_relu():
     Z = linear_forward(e.X0, e.block["ff1_w"], e.block["ff1_b"])
     R = relu_forward(Z)
     print("Z is Y of demo 11")
-    show("Z", Z, digits=2)
-    show("R", R, digits=2)
+    show_all(Z=Z, R=R, digits=2)
     print(f"{(R == 0).sum()} of {R.size} entries became 0")
 
 if __name__ == "__main__": demo(demo_relu)
@@ -1036,8 +1036,7 @@ def demo_relu_backward():
     dR = np.array([[0.6, 0.5, 0.8, -0.9], [-0.3, 0.2, 0.4, -0.7]])
     show("Z", Z, digits=1)
     show("1[Z > 0]", (Z > 0).astype(int), digits=1)
-    show("dR", dR, digits=1)
-    show("dZ", relu_backward(dR, Z), digits=1)
+    show_all(dR=dR, dZ=relu_backward(dR, Z), digits=1)
 
 if __name__ == "__main__": demo(demo_relu_backward)
 
@@ -1076,8 +1075,7 @@ def softmax_forward(z):
 def demo_softmax():
     z = np.array([np.log([1.0, 2.0, 5.0]), [1000.0, 1001.0, 1003.0], [2.0, -np.inf, 1.0]])
     e = np.exp(z - z.max(axis=1, keepdims=True))                            # (3, 3)
-    show("z", z)
-    show("e", e)
+    show_all(z=z, e=e)
     show("sums of e", e.sum(axis=-1))
     show("p", softmax_forward(z))
     print("the scores 0, 1, 3 give the p of 1000, 1001, 1003:")
@@ -1124,8 +1122,7 @@ def demo_softmax_backward():
     p = np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
     dp = np.array([[0.5, -1.0, 0.2], [2.0, 2.0, 2.0]])
     dz = softmax_backward(dp, p)
-    show("p", p, digits=3)
-    show("dp", dp, digits=3)
+    show_all(p=p, dp=dp, digits=3)
     average = number((p * dp)[0].sum(), 3)
     print(f"average of dp under p in row 0: 0.1*0.5 + 0.2*(-1.0) + 0.7*0.2 = {average}")
     print(f"dz_00 = 0.1 * (0.5 - {average}) = {number(dz[0, 0], 3)}")
@@ -1234,9 +1231,8 @@ def demo_cross_entropy_backward():
     loss, P = cross_entropy_forward(logits, y)
     dlogits = cross_entropy_backward(P, y)
     onehot = (np.arange(3) == y[:, None]).astype(int)
-    for name, array in (("P", P), ("onehot", onehot), ("dlogits", dlogits),
-                        ("row sums", dlogits.sum(axis=-1))):
-        show(name, array)
+    show_all(P=P, onehot=onehot, dlogits=dlogits)
+    show("row sums", dlogits.sum(axis=-1))
     print(f"dlogits_02 = ({P[0, 2]:.4f} - 1) / 2 = {dlogits[0, 2]:.4f}")
     lower, _ = cross_entropy_forward(logits - 0.1 * dlogits, y)
     show("new logits", logits - 0.1 * dlogits)
@@ -1318,16 +1314,14 @@ def demo_layernorm():
     show("X", X)
     print("row 0: mean (2 + 4 + 4 + 10) / 4 = 5, variance (9 + 1 + 1 + 25) / 4 = 9, ε 1e-5")
     show("s", s.T)
-    for name, array in (("Xhat", Xhat), ("gamma", gamma), ("beta", beta), ("Y", Y)):
-        show(name, array)
+    show_all(Xhat=Xhat, gamma=gamma, beta=beta, Y=Y)
     show("variances", Xhat.var(axis=1))
     print("of the rows of Xhat, less than 1 because of ε; a constant row gives beta:")
     show("Y const", layer_norm_forward(np.full((1, 4), 7.0), gamma, beta)[0])
     e = example(20)
     Y, cache = layer_norm_forward(e.X0, e.block["ln1_g"], e.block["ln1_b"])
-    for name, array in (("X0", e.X0), ("ln1_g", e.block["ln1_g"]), ("ln1_b", e.block["ln1_b"]),
-                        ("Xhat", cache["Xhat"]), ("LN1(X0)", Y)):
-        show(name, array)
+    show_all(X0=e.X0, ln1_g=e.block["ln1_g"], ln1_b=e.block["ln1_b"], Xhat=cache["Xhat"])
+    show("LN1(X0)", Y)
 
 if __name__ == "__main__": demo(demo_layernorm)
 
@@ -1388,8 +1382,7 @@ def demo_layernorm_derivation():
     mu, s, Xhat = x.mean(), 1 / math.sqrt(x.var() + EPS), norm(x)
     matrix = s * (np.eye(d) - 1 / d - Xhat[:, None] * Xhat / d)             # (4, 4)  as 21.5
     print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}")
-    show("Xhat", Xhat)
-    show("dY", dY)
+    show_all(Xhat=Xhat, dY=dY)
     print("by each x_j; measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001 for x_j")
     for tag, formula, f in (("21.2", np.full(d, 1 / d), np.mean),
                             ("21.3", 2 / d * (x - mu), np.var),
@@ -1435,14 +1428,13 @@ def demo_layernorm_backward():
     dX, dgamma, dbeta = layer_norm_backward(dY, cache)
     Xhat, dXhat = cache["Xhat"], dY * gamma
     print("Xhat, s and gamma are those of the first part of demo 20")
-    show("dY", dY)
-    show("dXhat", dXhat)
+    show_all(dY=dY, dXhat=dXhat)
     print("means of dXhat and of dXhat ⊙ Xhat, row 0 and row 1:")
     show("dXhat", dXhat.mean(axis=1))
     show("⊙ Xhat", (dXhat * Xhat).mean(axis=1))
-    for name, array in (("dX", dX), ("row sums", dX.sum(axis=1)), ("dgamma", dgamma),
-                        ("dbeta", dbeta)):
-        show(name, array)
+    show("dX", dX)
+    show("row sums", dX.sum(axis=1))
+    show_all(dgamma=dgamma, dbeta=dbeta)
 
 if __name__ == "__main__": demo(demo_layernorm_backward)
 
@@ -1655,8 +1647,7 @@ def demo_embedding_backward():
     d_tok_emb, d_pos_emb = embed_backward(dX0, ids, params)
     show("ids", ids)
     print("rows 0 to 2 belong to the first window, rows 3 to 5 to the second:")
-    show("dX0", dX0, digits=1)
-    show("d_tok_emb", d_tok_emb, digits=1)
+    show_all(dX0=dX0, d_tok_emb=d_tok_emb, digits=1)
     print("token 2 stands in three places: 1 + 4 + 8 = 13; token 3 in none")
     show("d_pos_emb", d_pos_emb, digits=1)
     print("position 1 in two windows: 2 + 16 = 18; rows 3 and 4 in none")
@@ -1725,9 +1716,7 @@ def demo_qkv():
     for name in ("wq", "wk", "wv", "bq", "bk", "bv"):
         show(name, e.block[name], digits=1)
     Q, K, V = project_qkv(e.Xn, e.block)
-    show("Q", Q)
-    show("K", K)
-    show("V", V)
+    show_all(Q=Q, K=K, V=V)
     terms = " + ".join(f"({number(x, 4)})({number(w, 1)})"
                        for x, w in zip(e.Xn[0], e.block["wq"][:, 1]))
     print(f"Q_01 = {terms}\n       + ({number(e.block['bq'][1], 1)}) = {number(Q[0, 1], 4)}")
@@ -1851,9 +1840,7 @@ def demo_scores():
     e = example(31)
     [Qh], [Kh], [QK] = e.Qh, e.Kh, scores(e.Qh, e.Kh)
     print("Q and K of demo 28, split")
-    show("Qh", Qh)
-    show("Kh", Kh)
-    show("QK", QK)
+    show_all(Qh=Qh, Kh=Kh, QK=QK)
     q, k = Qh[0, 1], Kh[0, 2]
     print(f"head 0, query 1, key 2: ({q[0]:.4f})({k[0]:.4f}) + ({q[1]:.4f})({k[1]:.4f})"
           f" = {QK[0, 1, 2]:.4f}")
@@ -1899,8 +1886,7 @@ def demo_scaling():
               f"{scores(q, k).std():.2f}, scaled {scaled_scores(q, k).std():.2f}")
     e = example(32)
     print("the running example, hs = 2:")
-    show("QK", scores(e.Qh, e.Kh)[0])
-    show("S", scaled_scores(e.Qh, e.Kh)[0])
+    show_all(QK=scores(e.Qh, e.Kh)[0], S=scaled_scores(e.Qh, e.Kh)[0])
 
 if __name__ == "__main__": demo(demo_scaling)
 
@@ -1934,8 +1920,7 @@ def causal_mask(T, dtype):
 
 def demo_causal_mask():
     e = example(33)
-    show("S", e.S[0])
-    show("mask", causal_mask(3, e.S.dtype))
+    show_all(S=e.S[0], mask=causal_mask(3, e.S.dtype))
     show("masked", e.S[0] + causal_mask(3, e.S.dtype))                      # (2, 3, 3)  (33.1)
     print("row i of a head keeps its keys 0 to i: 1, 2 and 3 of them")
 
@@ -1964,8 +1949,7 @@ def attention_weights(S):
 
 def demo_attention_softmax():
     S = np.array([[0.0, 7.0, 9.0], np.log([1.0, 4.0, 99.0]), np.log([2.0, 1.0, 5.0])])
-    show("S", S)
-    show("A", attention_weights(S))
+    show_all(S=S, A=attention_weights(S))
     print("exp of row 1 is 1, 4: parts of 5; exp of row 2 is 2, 1, 5: parts of 8")
     e = example(34)
     [A] = attention_weights(e.S)
@@ -2000,9 +1984,7 @@ def demo_weighted_values():
     e = example(35)
     [A], [Vh], [Oh] = e.A, e.Vh, weighted_values(e.A, e.Vh)
     print("A of demo 34, and V of demo 28, split")
-    show("A", A)
-    show("Vh", Vh)
-    show("Oh", Oh)
+    show_all(A=A, Vh=Vh, Oh=Oh)
     terms = " + ".join(f"({number(a, 4)})({number(v, 4)})" for a, v in zip(A[0, 2], Vh[0, :, 1]))
     print(f"head 0, position 2, column 1:\n  {terms} = {number(Oh[0, 2, 1], 4)}")
 
@@ -2035,15 +2017,12 @@ def demo_merge_heads():
     M = np.arange(12).reshape(3, 4)
     Mh = split_heads(M, 2, 3)
     print("the M of demo 30, split, and what merging makes of it")
-    show("Mh", Mh[0])
-    show("merged", merge_heads(Mh))
-    show("reshape", Mh.reshape(3, 4))
+    show_all(Mh=Mh[0], merged=merge_heads(Mh), reshape=Mh.reshape(3, 4))
     print("reshape alone puts numbers of different positions into one row")
     e = example(36)
     Oh = weighted_values(e.A, e.Vh)
     print("the running example, Oh of demo 35:")
-    show("Oh", Oh[0])
-    show("O", merge_heads(Oh))
+    show_all(Oh=Oh[0], O=merge_heads(Oh))
 
 if __name__ == "__main__": demo(demo_merge_heads)
 
@@ -2078,8 +2057,7 @@ def demo_output_projection():
     out, _ = attention_forward(e.Xn, e.block, 2, 3)
     print("O of demo 36")
     show("O", e.O)
-    show("wo", e.block["wo"], digits=1)
-    show("bo", e.block["bo"], digits=1)
+    show_all(wo=e.block["wo"], bo=e.block["bo"], digits=1)
     show("out", out)
     other, _ = attention_forward(np.vstack([e.Xn[:2], -e.Xn[2:]]), e.block, 2, 3)
     print("the last row of Xn turned negative, out again; rows 0 and 1 stay:")
@@ -2196,9 +2174,7 @@ def demo_attention_backward():
     dVh = A.swapaxes(1, 2) @ dOh
     print("dOut is columns 0 to 3 of dY in demo 12; Xn and matrices are in demos 28 and 37,")
     print("Qh in 30, Kh in 31, A in 34, Vh in 35. Head 0:")
-    show("dOh", dOh[0])
-    show("dA", dA[0])
-    show("dS", dS[0])
+    show_all(dOh=dOh[0], dA=dA[0], dS=dS[0])
     sum_of = lambda a, b: " + ".join(f"({number(x, 4)})({number(y, 4)})" for x, y in zip(a, b))
     (a, b, _), (da, db, _) = A[0, 1], dA[0, 1]
     print(f"dVh_00 = {sum_of(A[0, :, 0], dOh[0, :, 0])} = {number(dVh[0, 0, 0], 4)}")
@@ -2210,9 +2186,7 @@ def demo_attention_backward():
     print("merged, head 0 in columns 0 and 1; then row 0 of dwq and of dXn, and dbk:")
     for name, M in (("dQ", dQh), ("dK", dKh), ("dV", dVh)):
         show(name, merge_heads(M[None]))
-    show("dwq", grads["wq"][0])
-    show("dXn", dXn[0])
-    show("dbk", grads["bk"])
+    show_all(dwq=grads["wq"][0], dXn=dXn[0], dbk=grads["bk"])
 
 if __name__ == "__main__": demo(demo_attention_backward)
 
@@ -2265,12 +2239,9 @@ def demo_ffn():
     e = example(39)
     Ff, cache = ffn_forward(e.Xn2, e.block)
     show("Xn2", e.Xn2)
-    show("W1", e.block["ff1_w"], digits=1)
-    show("b1", e.block["ff1_b"], digits=1)
-    show("Z", cache["Z"])
-    show("R", cache["R"])
-    show("W2", e.block["ff2_w"], digits=1)
-    show("b2", e.block["ff2_b"], digits=1)
+    show_all(W1=e.block["ff1_w"], b1=e.block["ff1_b"], digits=1)
+    show_all(Z=cache["Z"], R=cache["R"])
+    show_all(W2=e.block["ff2_w"], b2=e.block["ff2_b"], digits=1)
     show("Ff", Ff)
 
 if __name__ == "__main__": demo(demo_ffn)
@@ -2314,10 +2285,7 @@ def demo_ffn_backward():
     dR, _, _ = linear_backward(e.dY, cache["R"], e.block["ff2_w"])
     show("dR", dR)
     print("(Xn2, Z, R, W1 and W2 stand in the demo of card 39)")
-    show("dXn", dXn)
-    show("dW1", grads["ff1_w"])
-    show("db1", grads["ff1_b"])
-    show("dW2", grads["ff2_w"])
+    show_all(dXn=dXn, dW1=grads["ff1_w"], db1=grads["ff1_b"], dW2=grads["ff2_w"])
     show("db2", grads["ff2_b"])
 
 if __name__ == "__main__": demo(demo_ffn_backward)
@@ -2366,16 +2334,9 @@ def block_forward(X, block, heads, T):
 def demo_block():
     e = example(41)
     Y, cache = block_forward(e.X0, e.block, 2, 3)
-    show("X", e.X0)
-    show("Xn", cache["attention"]["Xn"])
-    show("Att", e.Att)
-    show("Xmid", e.Xmid)
-    show("ln2_g", e.block["ln2_g"])
-    show("ln2_b", e.block["ln2_b"])
-    show("Xhat", cache["ln2"]["Xhat"])
-    show("Xn2", cache["ffn"]["Xn"])
-    show("Ff", ffn_forward(cache["ffn"]["Xn"], e.block)[0])
-    show("Y", Y)
+    show_all(X=e.X0, Xn=cache["attention"]["Xn"], Att=e.Att, Xmid=e.Xmid, ln2_g=e.block["ln2_g"])
+    show_all(ln2_b=e.block["ln2_b"], Xhat=cache["ln2"]["Xhat"], Xn2=cache["ffn"]["Xn"])
+    show_all(Ff=ffn_forward(cache["ffn"]["Xn"], e.block)[0], Y=Y)
 
 if __name__ == "__main__": demo(demo_block)
 
@@ -2460,14 +2421,12 @@ def demo_residual_backward():
     show("dX", dX)
     for name in ("ln1_g", "ln1_b", "ln2_g", "ln2_b"):
         show(f"d {name}", grads[name])
-    h, X = 1e-5, e.X0.copy()
-    losses = []
-    for step in (h, -h):
-        X[1, 2] = e.X0[1, 2] + step
-        losses.append((block_forward(X, e.block, 2, 3)[0] * e.dY).sum())
-    slope = (losses[0] - losses[1]) / (2 * h)
+    step = np.zeros((3, 4))
+    step[1, 2] = 1e-5
+    f = lambda X: (block_forward(X, e.block, 2, 3)[0] * e.dY).sum()
+    rate = (f(e.X0 + step) - f(e.X0 - step)) / 2e-5
     print("the sum of Y ⊙ dY is a loss whose upstream gradient is dY; moving X_12 changes")
-    print(f"it at the rate {number(slope, 4)}, and dX_12 = {number(dX[1, 2], 4)}")
+    print(f"it at the rate {number(rate, 4)}, and dX_12 = {number(dX[1, 2], 4)}")
 
 if __name__ == "__main__": demo(demo_residual_backward)
 
@@ -2600,15 +2559,10 @@ def demo_model_forward():
     loss, P = cross_entropy_forward(logits, e.y)
     show("ids", e.x)
     show("X(1)", block_forward(e.X0, e.block, 2, 3)[0])
-    show("lnf_g", e.params["lnf_g"])
-    show("lnf_b", e.params["lnf_b"])
-    show("Xhat", cache["lnf"]["Xhat"])
+    show_all(lnf_g=e.params["lnf_g"], lnf_b=e.params["lnf_b"], Xhat=cache["lnf"]["Xhat"])
     show("Xf", cache["Xf"])
-    show("head_w", e.params["head_w"], digits=1)
-    show("head_b", e.params["head_b"], digits=1)
-    show("logits", logits)
-    show("P", P)
-    show("y", e.y)
+    show_all(head_w=e.params["head_w"], head_b=e.params["head_b"], digits=1)
+    show_all(logits=logits, P=P, y=e.y)
     terms = " + ".join(f"{-math.log(p):.4f}" for p in P[np.arange(3), e.y])
     print(f"minus the logs of P of the targets: ({terms}) / 3 =")
     print(f"loss {loss:.4f}, perplexity {perplexity(loss):.2f} (an even guess: 10)")
@@ -2741,8 +2695,7 @@ def demo_central_difference():
         print(f"h = {h:4}: two sides {two:8.4f}, error {two - 12:.4f} = h²; "
               f"one side {one:8.4f}, error {one - 12:.4f}")
     x = np.array([[1.0, 2.0, -1.0], [0.5, 0.0, 3.0]])
-    show("x", x)
-    show("g", numerical_grad(cube, x))
+    show_all(x=x, g=numerical_grad(cube, x))
     show("3 x²", 3 * x ** 2)
 
 if __name__ == "__main__": demo(demo_central_difference)
@@ -2827,8 +2780,7 @@ def demo_check_params():
     print(f"six inputs of ReLU 2e-6 from the bend: {verdict(np.max([*worst.values()]))}")
     measured = numerical_grad(lambda b: loss_and_grads(dict(e.params, head_b=b), e.x, e.y,
                                                        e.config)[0], e.params["head_b"].copy())
-    show("backward", e.grads["head_b"])
-    show("measured", measured)
+    show_all(backward=e.grads["head_b"], measured=measured)
     print(f"the gradient times 1.01: {verdict(relative_error(1.01 * measured, measured).max())}")
 
 if __name__ == "__main__": demo(demo_check_params)
@@ -3437,9 +3389,7 @@ def keep_top_p(p, top_p):
 def demo_top_p():
     p = np.array([0.125, 0.5, 0.125, 0.25])
     order = np.argsort(-p, kind="stable")
-    show("p", p)
-    show("order", order)
-    show("C", np.cumsum(p[order]))
+    show_all(p=p, order=order, C=np.cumsum(p[order]))
     for top_p in (0.5, 0.51, 0.76, 1.0):
         show(f"top_p {top_p}", keep_top_p(p, top_p))
     print("0.76 needs a third token; of the two equal ones the lower id comes first")
@@ -3497,8 +3447,7 @@ def sample_next(logits, rng, **choice):
 
 def demo_random_choice():
     logits = np.array([math.log(0.2), -math.inf, math.log(0.5), math.log(0.3)])
-    show("p", next_probabilities(logits))
-    show("totals", np.cumsum(next_probabilities(logits)))
+    show_all(p=next_probabilities(logits), totals=np.cumsum(next_probabilities(logits)))
     rng, again = np.random.default_rng(42), np.random.default_rng(42)
     for _ in range(5):
         print(f"r = {again.random():.4f}  next = {sample_next(logits, rng)}")
