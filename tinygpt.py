@@ -43,12 +43,10 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # The ten chapters have 61 sections, called cards. A card takes one step. It says what the step is
 # for, states it as numbered equations, gives the shapes of its arrays (in letters, at the default
 # sizes, and in the running example), then the code, then a demo with numbers small enough to redo
-# by hand. What a demo prints is kept in the folder `golden`, so a change to the code of an equation
-# shows up there as a difference.
+# by hand. What a demo prints is kept in `golden`, so a change to an equation's code shows up there.
 #
-# - A number like 15.2 names the second equation of card 15. It stands at the end of the equation,
-#   and again at the end of the line of code that carries it out. 'As 15.2' marks code that does the
-#   same elsewhere.
+# - A number like 15.2 names the second equation of card 15. It stands behind the equation, and
+#   again behind the code that carries it out; 'as 15.2' marks code that does the same elsewhere.
 # - A dagger † marks an equation that labels no line of code, such as a step of a derivation.
 # - A comment behind most lines that make an array gives its shape: `# (T, d)` is T rows, d columns.
 # - A window of T tokens is a matrix with a row for each position, (T, d). A batch is its windows,
@@ -61,8 +59,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #   has its own derivative. Together, such derivatives are called the gradient. A small enough step
 #   against it, each number less a little of its derivative, makes the loss smaller, where it is not
 #   0. Training is many steps of this kind (chapter 8).
-# - A backward function stands beneath its forward function. That of a chain of functions goes
-#   through them in reverse.
+# - A backward function stands beneath its forward function, and goes through its steps in reverse.
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
 # Each chapter ends with exercises; the answers stand at the end of the book. Some need later
@@ -333,8 +330,7 @@ def demo(function):
 # the two joiners that stand within words of some scripts. Every character lands in exactly one
 # piece, and none is changed (two spellings of é stay two), so text comes back as it went in.
 #
-# Learning the merges, in the next two cards, looks only at each distinct pre-token w and the number
-# n_w of places i where it stands:
+# Learning the merges needs each distinct pre-token w and the number n_w of its places i:
 #
 #     n_w = |{i : pretoken[i] = w}|                                                       (1.1)
 
@@ -381,9 +377,9 @@ if __name__ == "__main__": demo(demo_pre_tokens)
 #     f(a, b) = ∑_w n_w · |{i : toks_w[i] = a, toks_w[i+1] = b}|                          (2.1)
 #     (a*, b*) = argmax over (a, b) of f(a, b)                                            (2.2)
 #
-# The best pair (a*, b*) is joined everywhere (card 3), which makes a new token, and the counting
-# starts again. Each join is called a merge. The order of the merges is all that the tokenizer
-# learns, besides the characters (card 4).
+# The best pair (a*, b*) is joined everywhere (card 3) into a new token, and the counting starts
+# again. Each join is called a merge. All that a tokenizer learns is the merges in their order, and
+# the characters (card 4).
 #
 # Two rules are needed where the equations are silent. Among equally frequent pairs the smallest one
 # wins, with (a, b) compared as Python compares tuples of strings. Otherwise the result would depend
@@ -831,8 +827,8 @@ if __name__ == "__main__": demo(demo_batches)
 # ### 10. Matrix multiplication (forward)
 #
 # The basic operation of a GPT is this: take a row of numbers, weigh and add them up, once for each
-# output. A matrix W holds the weights, one column for each output, and X holds many rows to be
-# treated alike, one for each position.
+# output. A matrix W holds the weights, one column for each output, and X the rows to be treated
+# alike, one for each position.
 #
 #     (X W)_tj = ∑_k X_tk W_kj                                                         † (10.1)
 #     X ∈ ℝ^(T×a), W ∈ ℝ^(a×c)  ⇒  X W ∈ ℝ^(T×c)                                       † (10.2)
@@ -896,9 +892,7 @@ if __name__ == "__main__": demo(demo_matmul)
 #
 #     Y = X W + 1 bᵀ                                                                     (11.1)
 #
-# Shapes, for the first layer of card 39:
-#
-#     X (T, d) = (16, 32)                   (3, 4)
+#     X (T, d) = (16, 32)                   (3, 4)        for the first layer of card 39
 #     W (d, F) = (32, 128)                  (4, 6)
 #     b (F,) = (128,)                       (6,)
 #     Y (T, F) = (16, 128)                  (3, 6)
@@ -948,8 +942,6 @@ if __name__ == "__main__": demo(demo_linear)
 # mean: a bias that serves T rows gets T contributions. With a batch the sums run over the rows of
 # all windows. The backward pass needs X and W, but not Y.
 #
-# Shapes, for the first layer of card 39:
-#
 #     dY (T, F) = (16, 128)                 (3, 6)
 #     dW (d, F) = (32, 128)                 (4, 6)
 #     db (F,) = (128,)                      (6,)
@@ -982,10 +974,9 @@ if __name__ == "__main__": demo(demo_linear_backward)
 # ### 13. ReLU (forward)
 #
 # Two linear layers in a row are no better than one: (X W) W' = X (W W') is one matrix product
-# again, and biases do not change that. Something that is not linear, an activation function, must
-# stand between them. The simplest does it: keep what is positive, replace the rest by 0. The name
-# is short for rectified linear unit. Z is the output of the first layer, with a column for each of
-# F numbers, the hidden units.
+# again, and biases do not change that. Something not linear, an activation function, must stand
+# between them. The simplest: keep what is positive, replace the rest by 0. ReLU is short for
+# rectified linear unit. Z is the output of the first layer, a column for each of F hidden units.
 #
 #     R_ti = max(0, Z_ti)                                                                (13.1)
 #
@@ -1060,9 +1051,7 @@ if __name__ == "__main__": demo(demo_relu_backward)
 #
 # A score of -∞ gets exactly probability 0. The largest score of a row must be finite.
 #
-# Shapes, as attention uses it in chapter 5, a row of scores for each head and position:
-#
-#     z, e, p (H, T, T) = (2, 16, 16)       (2, 3, 3)
+#     z, e, p (H, T, T) = (2, 16, 16)       (2, 3, 3)     in attention, row by row
 
 # %%
 def softmax_forward(z):
@@ -1086,9 +1075,8 @@ if __name__ == "__main__": demo(demo_softmax)
 # %% [markdown]
 # ### 16. Softmax, backward
 #
-# Raise one score z_j and its own probability rises, while each other one falls (those that are
-# exactly 0 or 1 stay). Both follow from the quotient rule, with s for ∑_k exp(z_k). The maximum of
-# 15.1 drops out of p by 15.3:
+# Raise one score z_j and its own probability rises and each other one falls (those that are exactly
+# 0 or 1 stay). The quotient rule says how, with s for ∑_k exp(z_k); the maximum drops out:
 #
 #     i = j:  ∂p_i/∂z_i = (exp(z_i) s - exp(z_i) exp(z_i)) / s² = p_i - p_i p_i
 #     i ≠ j:  ∂p_i/∂z_j = (0 - exp(z_i) exp(z_j)) / s²          =     - p_i p_j
@@ -1106,8 +1094,6 @@ if __name__ == "__main__": demo(demo_softmax)
 # So a gradient that is the same for all probabilities does nothing: they cannot all rise. And each
 # row of dz sums to 0, the average less the average. Only the demo builds the matrix of 16.1, called
 # a Jacobian. The backward pass needs p, not the scores.
-#
-# Shapes, where attention uses it:
 #
 #     dp, dz (H, T, T) = (2, 16, 16)        (2, 3, 3)
 
@@ -1358,8 +1344,7 @@ if __name__ == "__main__": demo(demo_layernorm)
 #     ∂Xhat_ti/∂X_tj = s_t (δ_ij - 1/d) + (X_ti - μ_t) ∂s_t/∂X_tj
 #                    = s_t (δ_ij - 1/d - (1/d) Xhat_ti Xhat_tj)                        † (21.5)
 #
-# Sixth, the chain rule adds up what X_tj does to its row. The three terms of 21.5 give three sums,
-# the last two of them means:
+# Sixth, the chain rule adds up what X_tj does to its row. The three terms of 21.5 give three sums:
 #
 #     dX_tj = ∑_i dXhat_ti ∂Xhat_ti/∂X_tj
 #           = s_t (dXhat_tj - (1/d) ∑_i dXhat_ti - Xhat_tj (1/d) ∑_i dXhat_ti Xhat_ti)
@@ -1369,8 +1354,9 @@ if __name__ == "__main__": demo(demo_layernorm)
 #
 #     ∂Y_ti/∂γ_i = Xhat_ti,  ∂Y_ti/∂β_i = 1                                            † (21.7)
 #
-# In 21.6 the first mean takes away the part of the gradient that would shift the whole row, the
-# second the part that would stretch it along Xhat. LayerNorm undoes both, but for ε.
+# In 21.6 the last two sums, divided by d, are means. The first takes away the part of the gradient
+# that would shift the whole row, the second the part that would stretch it along Xhat. LayerNorm
+# undoes both, but for ε.
 #
 # Shapes at the default sizes: the matrix of 21.5 is (d, d) = (32, 32) for each row.
 
@@ -1458,9 +1444,7 @@ if __name__ == "__main__": demo(demo_layernorm_backward)
 #     W_ij ~ U[-wmax, wmax]                                                              (23.2)
 #     Var(W_ij) = wmax²/3 = 2 / (fan_in + fan_out)                                     † (23.3)
 #
-# Shapes, for the first matrix of card 39:
-#
-#     W (d, F) = (32, 128)                  (4, 6)
+#     W (d, F) = (32, 128)                  (4, 6)        for the first matrix of card 39
 
 # %%
 def xavier_uniform(rng, fan_in, fan_out):
@@ -1487,8 +1471,7 @@ if __name__ == "__main__": demo(demo_xavier)
 #
 # - **3a.** Make db a mean: divide `column_sums(dY)` in 12.3 by `len(dY)`. Then run
 #   `python tinygpt.py gradcheck`. Which arrays are wrong, and why is bk not among them?
-# - **3b.** Leave the maximum out of 15.1: write `np.exp(z)`. Which golden files change, and why no
-#   others?
+# - **3b.** Leave the maximum out of 15.1: write `np.exp(z)`. Which golden files change, and why?
 # - **3c.** Write GELU as a new card, number 62, before the exercises of chapter 10. GPT-2 uses
 #   gelu(x) = x/2 · (1 + tanh u) with u = √(2/π) (x + 0.044715 x³). Derive its backward pass, then
 #   write both functions. (The slope of tanh u is 1 - tanh² u.)
@@ -1503,14 +1486,12 @@ if __name__ == "__main__": demo(demo_xavier)
 # %% [markdown]
 # ### 24. Token embedding (forward)
 #
-# The token table E has one row for each token of the vocabulary. Looking up the ids of a window
-# gives one row for each position.
+# The token table E, in code `tok_emb`, has one row for each token of the vocabulary. Looking up the
+# ids of a window gives one row for each position.
 #
 #     (E[ids])_t = E_(i_t),  i_t = ids[t]                                                (24.1)
 #
 # NumPy would take a negative id and count from the end of the table, so ids are checked first.
-#
-# Shapes; E is `tok_emb`:
 #
 #     ids (T,) = (16,)                      (3,)
 #     tok_emb (V, d) = (V, 32)              (10, 4)
@@ -1541,17 +1522,14 @@ if __name__ == "__main__": demo(demo_token_embedding)
 #
 # In attention, the subject of the next chapter, a position does not notice if the rows before it
 # change places. But "dog bites man" is not "man bites dog". So each position gets a row too, from
-# the position table Pos, and the rows are learned like those of the tokens.
+# the position table Pos, in code `pos_emb`, and the rows are learned like those of the tokens.
 #
 #     (Pos[:T])_t = P_t,  t = 0, ..., T-1                                                (25.1)
 #
 # P_t is row t of Pos. The position counts from the start of the window, not of the text. Tmax is
 # the longest sequence that the model accepts, and T the length of its training windows, which may
 # be smaller. Then the rows from T on are never trained. They hold nothing but their random start,
-# which weight decay shrinks towards 0 (card 50), and must not be read when the model writes (card
-# 61).
-#
-# Shapes; Pos is `pos_emb`:
+# shrunk by weight decay (card 50), and must not be read when the model writes (card 61).
 #
 #     pos_emb (Tmax, d) = (32, 32)          (5, 4)
 #     position_rows (T, d) = (16, 32)       (3, 4)
@@ -1610,8 +1588,7 @@ if __name__ == "__main__": demo(demo_embedding_sum)
 # %% [markdown]
 # ### 27. Embedding backward
 #
-# A table entry E_vj is copied to every position that shows token v, and nowhere else. The chain
-# rule adds up over those positions:
+# A table entry E_vj is copied to each position that shows token v. The chain rule adds those up:
 #
 #     ∂loss/∂E_vj = ∑_t dX(0)_tj ∂X(0)_tj/∂E_vj,  ∂X(0)_tj/∂E_vj = 1 if i_t = v else 0 † (27.1)
 #     dE_v = ∑ dX(0)_t over all t with i_t = v                                           (27.2)
@@ -1694,11 +1671,9 @@ if __name__ == "__main__": demo(demo_embedding_backward)
 #
 # From here to card 38, V is this matrix of values and not the size of the vocabulary.
 #
-# Shapes; wk and wv are like wq, bk and bv like bq:
-#
 #     Xn, Q, K, V (T, d) = (16, 32)         (3, 4)
-#     wq (d, d) = (32, 32)                  (4, 4)
-#     bq (d,) = (32,)                       (4,)
+#     wq, wk, wv (d, d) = (32, 32)          (4, 4)
+#     bq, bk, bv (d,) = (32,)               (4,)
 
 # %%
 def project_qkv(Xn, block):
@@ -1780,8 +1755,7 @@ if __name__ == "__main__": demo(demo_heads)
 # rows. The reshape cuts the rows into windows and each row into H pieces of hs numbers, (T, d) to
 # (T, H, hs): that is 29.2. The swap of axes brings the head to the front. Reshaping straight to (H,
 # T, hs) would give the right shape and wrong contents: positions would be dealt out to the heads,
-# where columns are meant. The axis of the windows stands in front of all, with one entry for one
-# window; shapes leave it out.
+# where columns are meant. The axis of the windows stands in front of all; shapes leave it out.
 #
 #     M        columns 0 1 | 2 3         Mh       head 0: 0 1    head 1: 2 3
 #     row 0            a b | c d         row 0            a b            c d
@@ -1853,10 +1827,9 @@ if __name__ == "__main__": demo(demo_scores)
 # A dot product over hs columns is a sum of hs products. Take the numbers as random, independent,
 # with mean 0, so that the mean of their squares is the variance; let it be 1. Then each product has
 # variance 1 · 1, their variances add up, and the sum has variance hs: wider heads give larger
-# scores. Large differences between scores make softmax nearly certain of one key. There every p_i
-# is near 0 or 1, and by 16.1 all derivatives p_i (δ_ij - p_j) are near 0, so queries and keys
-# hardly learn. Dividing by √hs, the root of the variance, brings the scores back to size 1: scaled
-# dot-product attention.
+# scores. Large differences make softmax nearly certain of one key. There every p_i is near 0 or 1,
+# and by 16.1 all its derivatives are near 0, so queries and keys hardly learn. Dividing by √hs, the
+# root of the variance, brings the scores back to size 1: scaled dot-product attention.
 #
 #     S = Qh Khᵀ / √hs                                                                   (32.1)
 #
@@ -1997,8 +1970,7 @@ if __name__ == "__main__": demo(demo_weighted_values)
 #
 #     O = merge(A Vh) = [A(0) V(0), ..., A(H-1) V(H-1)]                                  (36.1)
 #
-# A(h) is the matrix of head h, and V(h) its values. It is card 30 undone, in reverse order: first
-# swap the axes back, then join the pieces.
+# A(h) is the matrix of head h, V(h) its values. It undoes card 30: swap the axes, join the pieces.
 #
 #     Mh (H, T, hs) = (2, 16, 16)           (2, 3, 2)
 #     pieces (T, H, hs) = (16, 2, 16)       (3, 2, 2)
@@ -2029,8 +2001,7 @@ if __name__ == "__main__": demo(demo_merge_heads)
 # %% [markdown]
 # ### 37. Output projection (forward)
 #
-# Up to here no head has seen another: head 0 filled its columns and head 1 filled its own. A last
-# linear layer combines them.
+# So far no head has seen another: each filled its own columns. A last linear layer combines them.
 #
 #     out = O Wo + 1 boᵀ                                                                 (37.1)
 #
@@ -2068,17 +2039,14 @@ if __name__ == "__main__": demo(demo_output_projection)
 # %% [markdown]
 # ### 38. Attention backward
 #
-# Every step of the forward pass is an operation whose backward rule is known. The picture at the
-# beginning of this chapter shows them.
+# Every step of the forward pass is an operation whose backward rule is known. The forward pass
+# reads the picture at the beginning of this chapter from left to right, the backward pass from
+# right to left. It is given dOut, the gradient of `out`. Where two lines join, they are the factors
+# of a matrix product, and each factor gets a gradient. Where one line forks, the gradients of its
+# branches are added up. All heads are worked on at once; transposes swap the last two axes.
 #
-# The forward pass reads this picture from left to right, the backward pass from right to left. It
-# is given dOut, the gradient of `out`. Where two lines join, they are the factors of a matrix
-# product, and each factor gets a gradient. Where one line forks, the gradients of its branches are
-# added up. Arrays of all heads are worked on at once; their transposes swap the last two axes.
-#
-# The output projection is a linear layer with input O (12.2 to 12.4). Merging only moves numbers to
-# other places, so on the way back the gradients are moved back: the backward of merge is split, and
-# that of split is merge.
+# The output projection is a linear layer with input O (12.2 to 12.4). Merging only moves numbers,
+# so the gradients are moved back: the backward of merge is split, that of split is merge.
 #
 #     dWo = Oᵀ dOut                                                                      (38.1)
 #     dbo = 1ᵀ dOut                                                                      (38.2)
@@ -2128,9 +2096,8 @@ if __name__ == "__main__": demo(demo_output_projection)
 #
 # One of these gradients is always zero. In each head, the key bias adds the same number to all
 # scores of a row i, the product of query i with the head's columns of bk, over √hs. Softmax ignores
-# what a whole row has in common (see 15.3), so the loss cannot depend on it. In the formulas: the
-# sum of dKh over the keys is ∑_j (dKh)_jc = ∑_i (Qh)_ic (∑_j dS_ij) / √hs, and each row of dS sums
-# to 0 (card 16).
+# what a whole row has in common (see 15.3), so the loss cannot depend on it. In formulas, the sum
+# of dKh over keys is ∑_j (dKh)_jc = ∑_i (Qh)_ic (∑_j dS_ij) / √hs, and each row of dS sums to 0.
 #
 #     dbk = 1ᵀ dK = 0                                                                 † (38.14)
 #
@@ -2195,8 +2162,7 @@ if __name__ == "__main__": demo(demo_attention_backward)
 #
 # - **5a.** Drop the line of 32.1. Which golden files change, and why only those? What does
 #   `python tinygpt.py gradcheck` say, and which other lines must change before it passes again?
-# - **5b.** Make the mask strict, j < i: write 0 for the 1 at the end of the line in `causal_mask`.
-#   What does position 0 now attend to?
+# - **5b.** Make the mask strict, j < i: a 0 for the 1 in `causal_mask`. What does row 0 see?
 # - **5c.** From the demos of cards 31 to 38, work out dS_20 and dKh_10 of head 0. Why has row 2 of
 #   dKh only one term? Add up column 0 of dKh: why does this come out?
 
@@ -2315,9 +2281,7 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 # means. The first transformer normalised after the sum: at the start the gradients near its output
 # were large, and training had to begin with very small steps.
 #
-# Shapes; Xn, Att, Xmid, Xn2 and Ff are like X:
-#
-#     X, Y (T, d) = (16, 32)                (3, 4)
+#     X, Xn, Att, Xmid, Xn2, Ff, Y (T, d) = (16, 32)        (3, 4)
 
 # %%
 def block_forward(X, block, heads, T):
@@ -2388,9 +2352,7 @@ if __name__ == "__main__": demo(demo_block)
 # A gradient that shrinks so is said to vanish, one that grows so to explode. With neither they
 # vanish, with the path alone they explode.
 #
-# Shapes; all seven gradients have the shape of X:
-#
-#     dY, dXmid, dX (T, d) = (16, 32)       (3, 4)
+#     dY, dXn2, dXmid, dXn, dX (T, d) = (16, 32)            (3, 4)
 
 # %%
 def block_backward(dY, cache, block):
@@ -2439,9 +2401,7 @@ if __name__ == "__main__": demo(demo_residual_backward)
 #
 #     W ~ Xavier uniform,  b = 0,  γ = 1,  β = 0                                         (43.1)
 #
-# The arrays are drawn in the order of `param_shapes`, which is part of what a seed means.
-#
-# Shapes: as `param_shapes` lists them, for instance
+# Arrays are drawn in the order of `param_shapes`, which is part of what a seed means. Two of them:
 #
 #     tok_emb (V, d) = (V, 32)              (10, 4)
 #     head_w (d, V) = (32, V)               (4, 10)
@@ -2512,9 +2472,8 @@ if __name__ == "__main__": demo(demo_parameter_count)
 #
 # Tables, blocks, one more LayerNorm, since the sum along the residual path was never normalised
 # itself, and the head. The head gives one logit for each token of the vocabulary. It is a linear
-# layer, called LM head (for language model) or unembedding, and has nothing to do with the heads of
-# attention. Where its matrix is the token table, turned on its side, the two are tied, as in GPT-2;
-# here they are not.
+# layer, called LM head (language model) or unembedding, and has nothing to do with attention's
+# heads. In GPT-2 its matrix is the token table on its side: the two are tied. Here they are not.
 #
 #     1 ≤ T ≤ Tmax                                                                       (45.1)
 #     X(l+1) = Block_l(X(l)),  l = 0, ..., L-1                                           (45.2)
@@ -2573,8 +2532,7 @@ if __name__ == "__main__": demo(demo_model_forward)
 # %% [markdown]
 # ### 46. Whole model, backward
 #
-# The forward order turned round: head, last LayerNorm, blocks from last to first, tables. dlogits,
-# where it all begins, is 18.2.
+# The forward pass turned round: 18.2, head, last LayerNorm, blocks from last to first, tables.
 #
 #     dXf, dWhead, dbhead = Head_back(dlogits)                                           (46.1)
 #     dX(L), dγf, dβf = LNf_back(dXf)                                                    (46.2)
@@ -2584,8 +2542,6 @@ if __name__ == "__main__": demo(demo_model_forward)
 # Each block returns the gradients of its own 16 arrays too. This is all of backpropagation. One
 # forward pass and one backward pass give the derivative of the loss by every parameter. Finding
 # them by 47.1 would take two forward passes for each.
-#
-# Shapes; each gradient has the shape of its parameter:
 #
 #     dlogits (T, V) = (16, V)              (3, 10)
 #     dXf, dX (T, d) = (16, 32)             (3, 4)
@@ -2644,8 +2600,7 @@ if __name__ == "__main__": demo(demo_model_backward)
 #
 # A wrong backward pass need not crash. The model may even learn, only worse, and nobody knows why.
 # But there is a second way to find a derivative, slow and independent: move one number a little and
-# see how the loss changes. This chapter holds the gradients of all arrays against slopes that are
-# measured so.
+# see how the loss changes. This chapter holds all gradients against slopes measured so.
 
 # %% [markdown]
 # ### 47. Central difference
@@ -2710,8 +2665,7 @@ if __name__ == "__main__": demo(demo_central_difference)
 #
 # ε is a floor, one of the three that max chooses from. It keeps two zeros from giving 0/0. It also
 # matters where the true gradient is 0, as for the key bias (see 38.14). There the backward pass
-# gives rounding noise, and so does 47.1, where the rounding of f is divided by 2h. Noise divided by
-# noise would look like a gross error.
+# gives rounding noise, and so does 47.1. Noise divided by noise would look like a gross error.
 #
 # Shapes: a and b of one shape give the errors entry by entry.
 
@@ -2915,10 +2869,8 @@ def check_model(seed, samples):
 #
 # In code 50.1 reads m + (1 - β1)(g - m), the same with the brackets multiplied out; 50.2 likewise.
 #
-# Shapes; head_w decays and head_b does not:
-#
-#     head_w (d, V) = (32, V)               (4, 10)
-#     head_b (V,) = (V,)                    (10,)
+#     head_w (d, V) = (32, V)               (4, 10)       decays
+#     head_b (V,) = (V,)                    (10,)         does not
 
 # %%
 class AdamW:
@@ -3238,8 +3190,7 @@ if __name__ == "__main__": demo(demo_training)
 # ### Exercises of chapter 9
 #
 # - **9a.** The demo of card 53 has five windows. Cut them into the first two and the last three,
-#   take the mean loss of each part, and the mean of the two means. What is wrong, and what weight
-#   did each window get?
+#   take the mean loss of each part, and the mean of the two. What weight did each window get?
 # - **9b.** 1,000 windows, batches of 16, 3 epochs: how many steps, and how many windows has the
 #   last batch of an epoch? Does a window of the last batch count as much as any other?
 
@@ -3253,8 +3204,7 @@ if __name__ == "__main__": demo(demo_training)
 # ### 56. Greedy guard
 #
 # The next card divides the logits by a temperature τ. The lower τ is, the more surely the likeliest
-# token wins, or one of several as likely. At 0 the division would fail, and the largest logit is
-# taken.
+# token wins, or one of several as likely. At 0 the largest logit is taken instead.
 #
 #     τ < 1e-6  ⇒  next = argmax_i logits_i                                              (56.1)
 #
@@ -3321,9 +3271,8 @@ if __name__ == "__main__": demo(demo_temperature)
 #     p'_i = p_i if p_i ≥ c else 0                                                       (58.2)
 #     p''_i = p'_i / ∑_j p'_j                                                            (58.3)
 #
-# Tokens that tie with the last one kept are kept too, since nothing speaks for one of them against
-# another. With k = 0, and with k = V or more, nothing is cut. `np.sort` puts the smallest first, so
-# [-k] is the k-th largest.
+# Tokens that tie with the last one kept are kept too: nothing speaks for one against another. With
+# k = 0, or k = V or more, nothing is cut. `np.sort` sorts upwards: [-k] is the k-th largest.
 #
 # Shapes:  p (V,) gives p (V,), with zeros in it.
 
@@ -3409,7 +3358,7 @@ if __name__ == "__main__": demo(demo_top_p)
 # Lay the probabilities side by side as pieces of a line of length 1, and let a random number r
 # between 0 and 1 point at it. Piece i is hit with probability p_i. The piece that r hits is the
 # first whose running total exceeds r; its index is the number of totals that do not. Rounding may
-# make the last total slightly less than 1, so r is scaled by it. Token 1 has here a piece of no
+# make the last total slightly less than 1, so r is scaled by it. Token 1 has p = 0, a piece of no
 # width:
 #
 #     p       0.2    0            0.5                 0.3
@@ -3477,8 +3426,7 @@ if __name__ == "__main__": demo(demo_random_choice)
 # It reads no more than the context, the length of the trained windows: rows of the position table
 # past it were never trained (see 27.3). T in 61.2 is the length of x.
 #
-# With a context of 3, the window slides over the text as it grows, and each token that is still
-# read gets another position row:
+# With a context of 3, the window slides over the growing text; its tokens get other position rows:
 #
 #     s|he| s        reads s|he| s          draws e
 #     s|he| s|e      reads   he| s|e        draws e
@@ -3526,8 +3474,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # %% [markdown]
 # ### Exercises of chapter 10
 #
-# - **10a.** The probabilities are 0.64, 0.16, 0.16, 0.04. What are they at temperature 2, and at
-#   1/2?
+# - **10a.** The probabilities are 0.64, 0.16, 0.16, 0.04. What are they at temperature 2? At 1/2?
 # - **10b.** Let generation read as far back as the position table goes: write `config.max_context`
 #   in 61.1. Which golden files change, and why is the result worse?
 # - **10c.** Is top-k with k = 1 the same as temperature 0?
@@ -3551,17 +3498,16 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   lands in exactly one piece. The merges are now he, se, es, and no blank can be joined to the
 #   word behind it: the text has 23 ids, where it had 22. Longer texts lose more.
 # - **2a.** By 8.1, ⌈(1,000 - 16) / 4⌉ = 246 windows and ⌈984 / 16⌉ = 62. The last windows start at
-#   980 and 976, so the last targets are ids[996] and ids[992]. The first id is never a target: 996
-#   and 992 of the ids are.
+#   980 and 976, their last targets are ids[996] and ids[992]; ids[0] is none: 996 and 992 of the
+#   ids are.
 # - **2b.** Golden files that change: 7, 9, 17, 45, 46, 49 to 51, 53, 55, 56, 61. In card 61 the
 #   training loss falls to 0.01 within 60 steps, where it was 0.30. The model has learned to copy:
 #   after each token it gives that token again.
 # - **3a.** Golden files that change: 12, 40, 46, 49 to 51, 53. The gradient check calls wrong the
-#   linear layer and the operations that are made of linear layers: attention, the feed-forward
-#   layer and the block. Of the arrays, the biases of all linear layers are wrong: bq, bv, bo, ff1_b
-#   and ff2_b of each block, and head_b. Those of LayerNorm are right, since `layer_norm_backward`
-#   forms its own sums. And bk is right because its gradient is 0, by 38.14, and so is the mean of
-#   what adds up to 0.
+#   linear layer and what is made of linear layers: attention, the feed-forward layer and the block.
+#   Of the arrays, the biases of all linear layers are wrong: bq, bv, bo, ff1_b and ff2_b of each
+#   block, and head_b. Those of LayerNorm are right, since `layer_norm_backward` forms its own sums.
+#   And bk is right because its gradient is 0, by 38.14, and so is the mean of what adds up to 0.
 # - **3b.** Golden files that change: 15, 57, 60. Only these demos hand large positive scores to
 #   `softmax_forward`: e^1000 overflows to ∞, and ∞/∞ is no number. Card 17 takes the maximum off
 #   itself. The scores of attention in the other demos are small, and for them both forms agree in
@@ -3581,26 +3527,22 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #           dZ = dR * ((1 + a) / 2 + Z / 2 * (1 - a * a) * slope)
 #           return dZ
 #
-#   Put in place of `relu_forward` and `relu_backward` in cards 39 and 40, they pass the gradient
-#   check.
+#   In place of `relu_forward` and `relu_backward` in cards 39 and 40 they pass the check.
 # - **4a.** Golden files that change: 27, 61. In the window of card 49 no token stands twice, so
 #   there nothing is lost. `gradcheck` draws three windows of five ids from eleven for its model, so
-#   some id must come again, and it calls tok_emb wrong. It also gives the embedding alone two
-#   windows in which an id comes three times, and calls it wrong too. A check is as good as its
-#   example.
+#   some id must come again, and it calls tok_emb wrong. The embedding alone gets two windows in
+#   which an id comes three times, and is called wrong too. A check is as good as its example.
 # - **4b.** Golden files that change: 26, 45, 46, 49 to 51, 53, 55, 56, 61. With one block the order
 #   has no effect: the last position asks, each earlier one answers with what it is, and the sum of
-#   35.2 does not care where the terms stand. With two blocks it has: thanks to the mask, each
-#   earlier row has seen only the tokens before it, so the rows that the second block reads depend
-#   on the order.
+#   35.2 does not care where the terms stand. With two blocks it has: by the mask, each earlier row
+#   has seen only the tokens before it, so what the second block reads does depend on it.
 # - **5a.** Golden files that change: 32 to 42, 45, 46, 49 to 51, 53, 55, 56, 61. These are the
 #   cards that show the scaled scores, the weights made of them, or what follows from the weights.
 #   The gradient check calls wrong what lies before the scores: wq, bq and wk, ln1_g and ln1_b, all
 #   earlier blocks and both tables. Right are bk, whose gradient is 0 in any case, and what comes
 #   after the scores in the last block: wv, bv, wo, bo, ln2_g, ln2_b, the feed-forward layer, the
 #   last LayerNorm and the head. Drop the divisions by √hs in the backward pass too, in 38.8 and in
-#   38.9, and all arrays are right again: the model without the scaling is another model, with a
-#   gradient of its own.
+#   38.9, and all arrays are right again: this is another model, with its own gradient.
 # - **5b.** To nothing. All its scores are -∞, the largest is -∞ too, and -∞ minus -∞ is no number:
 #   row 0 of A is nan. In the next block its key is nan too. So every row has a score that is nan,
 #   and softmax makes the whole row nan. The loss is nan, and with it all gradients but those of
@@ -3616,8 +3558,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   pos_emb and all that block 0 has but bk. 42.6 still adds dXmid to dX, though X no longer reaches
 #   Xmid directly. So each block hands a false gradient down to the one below it. The arrays of the
 #   last block get theirs before that happens.
-# - **6b.** 163,087,441. Without head_w and head_b it is 50,257 · 768 + 50,257 less, which is
-#   124,439,808.
+# - **6b.** 163,087,441. Without head_w and head_b it is 50,257 · 768 + 50,257 less: 124,439,808.
 # - **6c.** E is used twice, so two gradients add up: the sum of 27.2, and what 12.2 gives for
 #   head_w, turned on its side: dlogitsᵀ Xf.
 # - **7a.** Golden files that change: 38, 42, 46, 49, 51, 61. Wrong are wq, bq, wk and bk, and
@@ -3626,69 +3567,64 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   last LayerNorm and the head. dS does not reach them. Without the sum the rows of dS no longer
 #   add up to 0, and that was what made the gradient of bk vanish in 38.14.
 # - **7b.** A float32 number has about 7 digits, so a loss of about 2 has an error near 1e-7. 47.1
-#   divides it by 2h = 2e-5, which makes an error near 0.005. That is several percent of a usual
-#   slope here, and the check allows 0.01 percent. The second step, a tenth of it, makes the error
-#   ten times as large. Besides, W + h itself is rounded. The measured slope is wrong, not the
-#   gradient.
+#   divides it by 2h = 2e-5: an error near 0.005, several percent of a usual slope here, and the
+#   check allows 0.01 percent. The second step, a tenth of it, makes the error ten times as large.
+#   Besides, W + h itself is rounded. The measured slope is wrong, not the gradient.
 # - **8a.** With the corrections mhat = g and vhat = g², so u is g/|g| and the number moves by 0.01,
 #   whatever g is. Without them m = 0.1 g and √v = 0.1 |g|, which for β2 = 0.99 happens to give the
 #   same step. For β2 = 0.999, √v = 0.0316 |g|: the first step is 3.16 times as long.
 # - **8b.** Golden files that change: 18, 46, 49 to 51, 53. The gradients are too large by a factor,
 #   the number of positions that go through the model at once; so in card 53 the parts no longer
-#   agree. AdamW divides m by the root of v, where the factor cancels, and the demo of card 61 does
-#   not clip; so its training looks healthy. But a limit c cuts more of them: in the demo of the
-#   training loop the norm is above c = 1 in 6 of the 20 steps, and now in all. The gradient check
-#   tells at once.
+#   agree. AdamW divides m by the root of v, where the factor cancels, and demo 61 does not clip; so
+#   its training looks healthy. But a limit c cuts more of them: in the demo of the training loop
+#   the norm is above c = 1 in 6 of the 20 steps, and now in all. The gradient check tells at once.
 # - **9a.** (2.5440 + 4.1966)/2 = 3.3703 and (2.9195 + 2.9500 + 2.9260)/3 = 2.9318; their mean is
 #   3.1511, and the loss is 3.1072. The first two windows got 1/4 each, the other three 1/6 each,
 #   and all should get 1/5. So each part must count by its share of the batch.
 # - **9b.** ⌈1,000 / 16⌉ = 63 steps for each epoch, 189 in all. The last batch has 1,000 - 62 · 16 =
 #   8 windows. Each weighs 1/8 in its step, where the others weigh 1/16: twice as much.
 # - **10a.** Dividing logits by τ raises each probability to the power 1/τ, and then all are scaled
-#   to the sum 1. At 2: roots 0.8, 0.4, 0.4, 0.2, sum 1.8, which makes 0.4444, 0.2222, 0.2222,
-#   0.1111. At 1/2: squares 0.4096, 0.0256, 0.0256, 0.0016, sum 0.4624, which makes 0.8858, 0.0554,
-#   0.0554, 0.0035.
+#   to the sum 1. At 2: roots 0.8, 0.4, 0.4, 0.2, sum 1.8: 0.4444, 0.2222, 0.2222, 0.1111. At 1/2:
+#   squares 0.4096, 0.0256, 0.0256, 0.0016, sum 0.4624: 0.8858, 0.0554, 0.0554, 0.0035.
 # - **10b.** Golden files that change: 61. Rows 3 and 4 of the position table were never trained, as
-#   no window is longer than T = 3. A text of more than three tokens now adds those random rows to
-#   its last positions.
+#   no window is longer than T = 3. A longer text now adds those random rows to its last positions.
 # - **10c.** Not where there is a tie. Temperature 0 always takes the first of the largest logits.
 #   58.2 keeps all that are as large as the largest, and the draw chooses among them.
 
 # %% [markdown]
 # ## Terms and sources
 #
-# The field's words, and the cards that explain them, where the title of a card does not say it:
-# activation function 13; Adam 50; attention 28 to 37; backpropagation, chapter 3; bias correction
-# 50; BPE, byte pair encoding, chapter 1; broadcasting 11; clipping by global norm 51; cosine decay
-# 52; dropout, left out; epoch 9; exponential moving average 50; feed-forward network, MLP 39; GELU,
-# exercise 3c; gradient accumulation 53; greedy decoding 56; LM head 45; hidden unit 13; Jacobian
-# 16; key, query, value 28; learning rate 50; logit, loss, maximum likelihood 17; moments 50;
-# nucleus sampling 59; overfitting 55; pre-LN 41; regularisation 50; residual stream, sublayer 41;
-# SGD, stochastic gradient descent 50; stride 7; token 1; vanishing gradient 42; warm-up 52; weight
-# decay 50; weight tying 45.
+# The field's words, and the cards that explain them, where no card's title says it: activation
+# function 13; Adam 50; attention 28 to 37; backpropagation, chapter 3; bias correction 50; BPE,
+# byte pair encoding, chapter 1; broadcasting 11; clipping by global norm 51; cosine decay 52; epoch
+# 9; exponential moving average 50; feed-forward network, MLP 39; GELU, exercise 3c; gradient
+# accumulation 53; greedy decoding 56; LM head 45; hidden unit 13; Jacobian 16; key, query, value
+# 28; learning rate 50; logit, loss, maximum likelihood 17; moments 50; nucleus sampling 59;
+# overfitting 55; pre-LN 41; regularisation 50; residual stream, sublayer 41; SGD 50; stride 7;
+# token 1; vanishing gradient 42; warm-up 52; weight decay 50; weight tying 45.
 #
 # Where the ideas come from:
 #
 # - Byte pair encoding: Gage, 1994, A new algorithm for data compression; for words, Sennrich and
 #   others, 2016, Neural machine translation of rare words with subword units.
-# - Backpropagation: Rumelhart and others, 1986, Learning representations by back-propagating
+# - Backpropagation: Rumelhart et al., 1986, Learning representations by back-propagating
 #   errors.
 # - Xavier initialisation: Glorot and Bengio, 2010, Understanding the difficulty of training deep
 #   feedforward neural networks.
-# - Residual connections: He and others, 2016, Deep residual learning for image recognition.
-# - Layer normalisation: Ba and others, 2016, Layer normalization.
-# - Attention and the transformer: Vaswani and others, 2017, Attention is all you need.
-# - GPT: Radford and others, 2018, Improving language understanding by generative pre-training;
+# - Residual connections: He et al., 2016, Deep residual learning for image recognition.
+# - Layer normalisation: Ba et al., 2016, Layer normalization.
+# - Attention and the transformer: Vaswani et al., 2017, Attention is all you need.
+# - GPT: Radford et al., 2018, Improving language understanding by generative pre-training;
 #   2019, Language models are unsupervised multitask learners (GPT-2).
-# - Pre-LN: Xiong and others, 2020, On layer normalization in the transformer architecture.
+# - Pre-LN: Xiong et al., 2020, On layer normalization in the transformer architecture.
 # - GELU: Hendrycks and Gimpel, 2016, Gaussian error linear units.
 # - Adam: Kingma and Ba, 2015, Adam: a method for stochastic optimization. Weight decay beside it:
 #   Loshchilov and Hutter, 2019, Decoupled weight decay regularization.
-# - Clipping: Pascanu and others, 2013, On the difficulty of training recurrent neural networks.
+# - Clipping: Pascanu et al., 2013, On the difficulty of training recurrent neural networks.
 # - Cosine decay: Loshchilov and Hutter, 2017, SGDR: stochastic gradient descent with warm restarts.
-#   Warm-up: Goyal and others, 2017, Accurate, large minibatch SGD.
-# - Top-k: Fan and others, 2018, Hierarchical neural story generation.
-# - Nucleus sampling: Holtzman and others, 2020, The curious case of neural text degeneration.
+#   Warm-up: Goyal et al., 2017, Accurate, large minibatch SGD.
+# - Top-k: Fan et al., 2018, Hierarchical neural story generation.
+# - Nucleus sampling: Holtzman et al., 2020, The curious case of neural text degeneration.
 
 # %% [markdown]
 # ## The program
