@@ -63,18 +63,19 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # - Training computes in float32, numbers with about 7 digits, and the demos in float64, with 16.
 #
 # Each chapter ends with exercises; the answers stand at the end of the book. Some need later
-# chapters, and can wait: 2b, 3a, 3b, 4a, 4b, 5a and 6a. To do one that changes a line, change it
-# and type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed demo
-# prints now, names the others, and checks the gradients (chapter 7). Then undo it.
+# chapters, and can wait: 2b, 3a, 3b, 4a, 4b, 5a, 6a and 8b. To do one that changes a line, change
+# it and type `make check`, or `python tinygpt.py demo --changed`: it shows what the first changed
+# demo prints now, names the others, and checks the gradients (chapter 7). Then undo it.
 #
 # You need Python, the little NumPy of the next section, and school calculus: the derivatives of
 # sums, products, quotients and powers, of exp and the natural log (all logarithms here are
-# natural), and the chain rule. Cards 23 and 32 also use variances, that those of independent
-# numbers add up, and that the mean of a product of such numbers is the product of their means; card
-# 23 an integral, card 47 Taylor's formula, card 52 a cosine. ∂Y/∂X is the derivative of Y by X
-# while all else is held fixed. The chain rule is used throughout in this form: when the loss
-# depends on X only through Y, each entry of X may touch several entries of Y, and their effects add
-# up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array used in several places gets such a sum from each.
+# natural), and the chain rule. Card 17 uses that probabilities of what comes one after the other
+# multiply, cards 23 and 32 variances: that those of independent numbers add up, and that the mean
+# of a product of such numbers is the product of their means; card 23 an integral, card 47 Taylor's
+# formula, card 52 a cosine. ∂Y/∂X is the derivative of Y by X while all else is held fixed. The
+# chain rule is used throughout in this form: when the loss depends on X only through Y, each entry
+# of X may touch several entries of Y, and their effects add up: dX_i = ∑_j dY_j ∂Y_j/∂X_i. An array
+# used in several places gets such a sum from each.
 #
 # GPT-2 differs in this: its tokenizer works on bytes, not characters, its bend in the feed-forward
 # layer is a GELU, not a ReLU, its output layer reuses the token table and has no bias, its weights
@@ -122,7 +123,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     1        a column of ones; 1 bᵀ repeats the row b in every row
 #     ᵀ, ⊙, ·  transpose; entry by entry product; product of numbers
 #     {i : ...}   the set of all i for which this holds; bars around it count its members
-#     ‖, ⌊ ⌋, ⌈ ⌉   size of a vector; rounding down; rounding up
+#     |a|, ‖g‖, ⌊ ⌋, ⌈ ⌉   a without its sign; length of a vector; rounding down; rounding up
 #
 # Some letters serve twice, never in one function. V is also the matrix of values in attention
 # (cards 28 to 38), as everywhere in the field. h numbers a head in cards 29 to 36, and is a small
@@ -337,10 +338,10 @@ def demo(function):
 # %%
 MARKS = "".join(char for char in map(chr, range(0x300, 0x20000))
                 if unicodedata.category(char)[0] == "M")
-MARKS += "\U000e0100-\U000e01ef\u200c\u200d"         # variation selectors, and the two joiners
+MARKS += "\U000e0100-\U000e01ef\u200c\u200d"         # forms of a letter, and the two joiners
 PRE_TOKEN = re.compile(r"'(?:[stmd]|re|ve|ll)"      # endings of contractions
                        r"| ?[^\W\d_]+"             # letters: what \w stands for, less digits and _
-                       rf"(?:(?![\0-\u02ff])[{MARKS}]+[^\W\d_]*)*"   # with marks, from U+300 on
+                       rf"(?:(?![\0-\u02ff])[{MARKS}]+[^\W\d_]*)*"   # marks; a quick look first
                        r"| ?\d+"                    # digits
                        r"| ?(?:[^\s\w]|_)+"         # other signs
                        r"|\s+(?!\S)"               # blanks, but for one before something else
@@ -456,17 +457,20 @@ def train_bpe(word_counts, n_merges):
         merges.append((a, b))
         ab, lefts, rights = a + b, defaultdict(list), defaultdict(list)
         for w in set(places[a, b]):
-            joined = [""]                                   # "": no neighbour
-            for token, right in zip(toks[w], [*toks[w][1:], ""]):
-                if token == b and joined[-1] == a:
-                    joined[-1] = ab                                         # as 3.1
-                    lefts[joined[-2]].append(w)
-                    rights[right].append(w)
-                else:
-                    joined.append(token)
-            toks[w] = joined[1:]
-        swaps = [((left, a), (left, ab), where) for left, where in lefts.items() if left]
-        swaps += [((b, right), (ab, right), where) for right, where in rights.items() if right]
+            tokens, joined, start, i = toks[w], [], 0, -1
+            for _ in range(tokens.count(b)):
+                i = tokens.index(b, i + 1)                                  # its next place
+                if i > start and tokens[i - 1] == a:
+                    joined += tokens[start:i - 1]
+                    if joined:
+                        lefts[joined[-1]].append(w)
+                    if i + 1 < len(tokens):
+                        rights[tokens[i + 1]].append(w)
+                    joined.append(ab)                                       # as 3.1
+                    start = i + 1
+            toks[w] = joined + tokens[start:]
+        swaps = [((left, a), (left, ab), where) for left, where in lefts.items()]
+        swaps += [((b, right), (ab, right), where) for right, where in rights.items()]
         for old, new, where in swaps:
             n = sum(word_counts[w] for w in where)
             f[old] -= n                                                     # old terms out
@@ -703,7 +707,7 @@ if __name__ == "__main__": demo(demo_split)
 #     x_2          [12 13 14 15]            y_2             [13 14 15 16]
 #
 # A window and its targets together are T + 1 ids in a row. `sliding_window_view` gives all such
-# pieces of the stream without copying one, and `[::stride]` takes each stride-th of them.
+# pieces of the stream as views, without copying one, and `[::stride]` takes each stride-th of them.
 #
 # Shapes: ids (N,) -> x (windows, T), y (windows, T); how many there are is the subject of card 8.
 
@@ -817,18 +821,17 @@ if __name__ == "__main__": demo(demo_batches)
 # %% [markdown]
 # ## Chapter 3. Operations
 #
-# A network is a chain of a few kinds of operation. This chapter writes down each kind twice:
-# forward, to get the result, and backward, to get derivatives. A backward function is handed dY,
-# the derivative of the loss by its output, called the upstream gradient. It returns the derivative
-# of the loss by each of its inputs that can be varied; ids cannot. So backward functions can be
-# chained in reverse order, and that is backpropagation. It begins at the loss (card 18).
+# A network is a chain of a few kinds of operation. This chapter writes down each kind, but for the
+# lookup of chapter 4, twice: forward, to get the result, and backward, to get derivatives. A
+# backward function is handed dY, the derivative of the loss by its output, called the upstream
+# gradient. It returns the derivative of the loss by each of its inputs that can be varied; ids
+# cannot. So they can be chained in reverse order: backpropagation. It begins at the loss (card 18).
 
 # %% [markdown]
 # ### 10. Matrix multiplication (forward)
 #
-# The basic operation of a GPT is this: take a row of numbers, weigh and add them up, once for each
-# output. A matrix W holds the weights, one column for each output, and X the rows to be treated
-# alike, one for each position.
+# The basic operation of a GPT: take a row of numbers, weigh and add them up, once for each output.
+# A matrix W holds the weights, one column for each output, and X the rows, one for each position.
 #
 #     (X W)_tj = ∑_k X_tk W_kj                                                         † (10.1)
 #     X ∈ ℝ^(T×a), W ∈ ℝ^(a×c)  ⇒  X W ∈ ℝ^(T×c)                                       † (10.2)
@@ -839,7 +842,7 @@ if __name__ == "__main__": demo(demo_batches)
 #
 # A sum is a matrix product too: a column of ones, the 1 of the equations, on the right adds up each
 # row, a row of ones on the left each column. A column of 1/n in place of ones gives the mean of
-# each row. `column` makes such a column once and keeps it.
+# each row. `column` makes such a column once and keeps it. On small arrays it beats `sum`.
 #
 #     X (T, d) = (16, 32)                   (3, 4)        a window going into attention
 #     X (T, F) = (16, 128)                  (3, 6)        its hidden numbers (card 39)
@@ -1126,8 +1129,9 @@ if __name__ == "__main__": demo(demo_softmax_backward)
 # At each position the model gives one score, a logit, for each of the V tokens. The text says which
 # token came next, the target y_t. The loss, called cross-entropy, is minus the log of the
 # probability that the model gave to that token: 0 if it was certain and right, large if it found
-# the token unlikely. The probability of a text is the product of those of its tokens, each given
-# the ones before it, and its log is the sum of their logs: the smallest loss is maximum likelihood.
+# the token unlikely. The probability that all targets of a window come is the product of theirs,
+# each given the ids before it, and its log is the sum of their logs. So a model with the smallest
+# loss makes the text most probable: maximum likelihood.
 #
 #     z_tv = logits_tv - max_k logits_tk                                                 (17.1)
 #     logp_tv = z_tv - log ∑_k exp(z_tk)                                                 (17.2)
@@ -1367,7 +1371,7 @@ def demo_layernorm_derivation():
     norm = lambda row: layer_norm_forward(row[None], np.ones(d), np.zeros(d))[0][0]
     mu, s, Xhat = x.mean(), 1 / math.sqrt(x.var() + EPS), norm(x)
     matrix = s * (np.eye(d) - 1 / d - Xhat[:, None] * Xhat / d)             # (4, 4)  as 21.5
-    print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}")
+    print(f"row 2 4 4 10: mean {mu:.0f}, variance {x.var():.0f}, s = {s:.4f}; gain 1, offset 0")
     show_all(Xhat=Xhat, dY=dY)
     print("by each x_j; measured: (f(x + h) - f(x - h)) / 2h, with h = 0.00001 for x_j")
     for tag, formula, f in (("21.2", np.full(d, 1 / d), np.mean),
@@ -1520,15 +1524,15 @@ if __name__ == "__main__": demo(demo_token_embedding)
 # %% [markdown]
 # ### 25. Positional embedding (forward)
 #
-# In attention, the subject of the next chapter, a position does not notice if the rows before it
+# A single attention, the subject of the next chapter, does not notice if the rows before a position
 # change places. But "dog bites man" is not "man bites dog". So each position gets a row too, from
 # the position table Pos, in code `pos_emb`, and the rows are learned like those of the tokens.
 #
-#     (Pos[:T])_t = P_t,  t = 0, ..., T-1                                                (25.1)
+#     (Pos[:T])_t = Pos_t,  t = 0, ..., T-1                                              (25.1)
 #
-# P_t is row t of Pos. The position counts from the start of the window, not of the text. Tmax is
-# the longest sequence that the model accepts, and T the length of its training windows, which may
-# be smaller. Then the rows from T on are never trained. They hold nothing but their random start,
+# Pos_t is row t. The position counts from the start of the window, not of the text. Tmax is the
+# longest sequence that the model accepts, and T the length of its training windows, which may be
+# smaller. Then the rows from T on are never trained. They hold nothing but their random start,
 # shrunk by weight decay (card 50), and must not be read when the model writes (card 61).
 #
 #     pos_emb (Tmax, d) = (32, 32)          (5, 4)
@@ -1556,7 +1560,7 @@ if __name__ == "__main__": demo(demo_position_embedding)
 # What a token is and where it stands are two facts about one position, and both go into one row:
 # they are added. Training can keep the two apart by using different directions for them.
 #
-#     X(0)_t = E_(i_t) + P_t                                                           † (26.1)
+#     X(0)_t = E_(i_t) + Pos_t                                                         † (26.1)
 #     X(0) = E[ids] + Pos[:T]                                                            (26.2)
 #
 # X(0), in code X0, is the input of block 0.
@@ -1792,8 +1796,8 @@ if __name__ == "__main__": demo(demo_split_heads)
 # ### 31. Scores (forward)
 #
 # How well does key j fit query i? Multiply them number by number and add up. This dot product is
-# positive where the two rows, seen as arrows, point the same way, and negative where they point in
-# opposite ways. All pairs of a head are one matrix product, with K turned on its side:
+# positive where the two rows, seen as arrows, make an angle below 90 degrees, and negative above.
+# All pairs of a head are one matrix product, with K turned on its side:
 #
 #     QK = Qh Khᵀ,  QK_ij = ∑_c (Qh)_ic (Kh)_jc                                          (31.1)
 #
@@ -2345,12 +2349,12 @@ if __name__ == "__main__": demo(demo_block)
 # sums of squares, was measured with five seeds on models of the default sizes at their starting
 # values, with a window of random ids and a random dX(L):
 #
-#     blocks   as it is   no path        no LayerNorm   neither
-#     24       16 to 44   0.026 to 3.7   4e4 to 2e7     6e-8 to 1.4e-6
-#     48       33 to 59   0.025 to 17    1e9 to 7e9     4e-14 to 3.6e-13
+#     blocks   both       LayerNorm only  path only    neither
+#     24       16 to 44   0.026 to 3.7    4e4 to 2e7   6e-8 to 1.4e-6
+#     48       33 to 59   0.025 to 17     1e9 to 7e9   4e-14 to 3.6e-13
 #
 # A gradient that shrinks so is said to vanish, one that grows so to explode. With neither they
-# vanish, with the path alone they explode.
+# vanish, with the path alone they explode; with LayerNorm alone they come out large or small.
 #
 #     dY, dXn2, dXmid, dXn, dX (T, d) = (16, 32)            (3, 4)
 
@@ -2539,9 +2543,9 @@ if __name__ == "__main__": demo(demo_model_forward)
 #     dX(l) = Block_l_back(dX(l+1)),  l = L-1, ..., 0                                    (46.3)
 #     d tok_emb, d pos_emb = Embed_back(dX(0))                                           (46.4)
 #
-# Each block returns the gradients of its own 16 arrays too. This is all of backpropagation. One
-# forward pass and one backward pass give the derivative of the loss by every parameter. Finding
-# them by 47.1 would take two forward passes for each.
+# γf and βf are lnf_g and lnf_b. Each block returns the gradients of its own 16 arrays too. This is
+# all of backpropagation. One forward pass and one backward pass give the derivative of the loss by
+# every parameter. Finding them by 47.1 would take two forward passes for each.
 #
 #     dlogits (T, V) = (16, V)              (3, 10)
 #     dXf, dX (T, d) = (16, 32)             (3, 4)
@@ -2707,7 +2711,7 @@ if __name__ == "__main__": demo(demo_relative_error)
 def check_params(params, x, y, config, rng, samples):
     """{name: worst relative error} of the gradients for float64 params and ids x, y (card 49)."""
     _, grads = loss_and_grads(params, x, y, config)
-    loss = lambda _: loss_and_grads(params, x, y, config)[0]
+    loss = lambda _: loss_and_grads(params, x, y, config)[0]        # `slope` moves params
     used = {"tok_emb": np.unique(x), "pos_emb": np.arange(np.shape(x)[-1])}
     worst = dict.fromkeys(params, 0.0)
     for name, W in params.items():
@@ -2930,7 +2934,7 @@ if __name__ == "__main__": demo(demo_adamw)
 # Now and then a batch gives a gradient far larger than usual. It fills both running means of card
 # 50: m then points its way for many steps, and v stays so large that the steps after them are too
 # small (see the last u of its demo). So all gradients together are taken as one long vector, and
-# where that is longer than a limit c, it is shortened to length c. Its direction stays. The
+# where its length, the norm, is above a limit c, it is shortened to c. Its direction stays. The
 # program's limit is 1, the usual value. In its default run hardly a step reaches it at first; late
 # in the run, when the model is surer of itself, most steps are shortened a little. In the small run
 # at the end of chapter 9 the first steps are.
@@ -3095,7 +3099,7 @@ if __name__ == "__main__": demo(demo_step_counts)
 #
 # On windows that were never used for training, the loss tells whether the model has learned the
 # language or only the text. As long as it falls with the training loss, training helps. When it
-# rises while the training loss still falls, it learns the text by heart: it overfits.
+# rises while the training loss still falls, the model learns the text by heart: it overfits.
 #
 #     val_loss = (1/M) ∑_j loss_j,  j = 1, ..., M                                        (55.1)
 #
@@ -3358,10 +3362,9 @@ if __name__ == "__main__": demo(demo_top_p)
 # Lay the probabilities side by side as pieces of a line of length 1, and let a random number r
 # between 0 and 1 point at it. Piece i is hit with probability p_i. The piece that r hits is the
 # first whose running total exceeds r; its index is the number of totals that do not. Rounding may
-# make the last total slightly less than 1, so r is scaled by it. Token 1 has p = 0, a piece of no
-# width:
+# make the last total slightly less than 1, so r is scaled by it. Token 1 has p = 0, no width:
 #
-#     p       0.2    0            0.5                 0.3
+#     p     0.2  0             0.5                 0.3
 #     0 ─────────┬───────────────────────────┬──────────────── 1
 #       token 0  (1)        token 2          │     token 3
 #                0.2           ↑ r = 0.44    0.7
@@ -3484,22 +3487,21 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #
 # Only the lines that an exercise names are changed. So after a change to a forward pass, the
 # backward pass is still that of the book. Golden files are named by the numbers of their cards.
-# `golden/training.txt` changes too, but not in 1b, 3b and 10b, and in 5b its training fails.
+# `golden/training.txt` changes too, but not in 1b, 3b, 7b and 10b, and in 5b its training fails.
 #
 # - **1a.** The pre-tokens are `low`, ` low` and ` lower`, each once. At first (l, o) and (o, w)
 #   occur 3 times, (blank, l) twice, the others once. The smallest of the two best is (l, o). Then
 #   (lo, w) occurs 3 times, and then (blank, low) twice. The merges make lo, low and ` low`. After
 #   that every pair occurs once, and learning stops.
-# - **1b.** Golden files that change: 3. There the short texts get more merges: `abcdef` becomes
+# - **1b.** Golden files that change: 3. There some short texts get more merges: `abcdef` becomes
 #   abcd, e, f, and `xabyab` becomes x, abyab. The running example asks for few merges, and has
 #   enough pairs that occur more often. With more merges than a text supports, this change would
 #   fill the vocabulary with whole words that are seen once.
 # - **1c.** No. A blank is now matched by `\s+` and is a pre-token of its own; each character still
 #   lands in exactly one piece. The merges are now he, se, es, and no blank can be joined to the
 #   word behind it: the text has 23 ids, where it had 22. Longer texts lose more.
-# - **2a.** By 8.1, ⌈(1,000 - 16) / 4⌉ = 246 windows and ⌈984 / 16⌉ = 62. The last windows start at
-#   980 and 976, their last targets are ids[996] and ids[992]; ids[0] is none: 996 and 992 of the
-#   ids are.
+# - **2a.** By 8.1, ⌈(1,000 - 16) / 4⌉ = 246 windows and ⌈984 / 16⌉ = 62. The last start at 980 and
+#   976, their last targets are ids[996], ids[992]; ids[0] is none: 996 and 992 of the ids are.
 # - **2b.** Golden files that change: 7, 9, 17, 45, 46, 49 to 51, 53, 55, 56, 61. In card 61 the
 #   training loss falls to 0.01 within 60 steps, where it was 0.30. The model has learned to copy:
 #   after each token it gives that token again.
@@ -3543,11 +3545,11 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   after the scores in the last block: wv, bv, wo, bo, ln2_g, ln2_b, the feed-forward layer, the
 #   last LayerNorm and the head. Drop the divisions by √hs in the backward pass too, in 38.8 and in
 #   38.9, and all arrays are right again: this is another model, with its own gradient.
-# - **5b.** To nothing. All its scores are -∞, the largest is -∞ too, and -∞ minus -∞ is no number:
-#   row 0 of A is nan. In the next block its key is nan too. So every row has a score that is nan,
-#   and softmax makes the whole row nan. The loss is nan, and with it all gradients but those of
-#   table rows that are not used. Golden files that change: 33 to 42, 45, 46, 49 to 51, 53, 55, 56,
-#   61. The demo of card 61 stops with an error. This is why the diagonal stays.
+# - **5b.** To nothing. All its scores are -∞, the largest is -∞ too, and -∞ minus -∞ is no number,
+#   nan in NumPy: row 0 of A is nan. In the next block its key is nan too. So every row has a score
+#   that is nan, and softmax makes the whole row nan. The loss is nan, and with it all gradients but
+#   those of table rows that are not used. Golden files that change: 33 to 42, 45, 46, 49 to 51, 53,
+#   55, 56, 61. The demo of card 61 stops with an error. This is why the diagonal stays.
 # - **5c.** The average of row 2 of dA under row 2 of A is 0.4036 · 0.9117 + 0.3194 · 0.3306 +
 #   0.2770 · 0.1104 = 0.5042 with all digits, so dS_20 = 0.4036 (0.9117 - 0.5042) = 0.1645. Key 1 is
 #   asked by the queries 1 and 2, with 0.1123 and -0.0554 in column 1 of dS: dKh_10 = (0.1123 ·
@@ -3588,8 +3590,8 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 #   squares 0.4096, 0.0256, 0.0256, 0.0016, sum 0.4624: 0.8858, 0.0554, 0.0554, 0.0035.
 # - **10b.** Golden files that change: 61. Rows 3 and 4 of the position table were never trained, as
 #   no window is longer than T = 3. A longer text now adds those random rows to its last positions.
-# - **10c.** Not where there is a tie. Temperature 0 always takes the first of the largest logits.
-#   58.2 keeps all that are as large as the largest, and the draw chooses among them.
+# - **10c.** Not where there is a tie, or rounding makes one. Temperature 0 always takes the first
+#   of the largest logits. 58.2 keeps all as large as the largest, and the draw chooses.
 
 # %% [markdown]
 # ## Terms and sources
