@@ -26,11 +26,11 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 # %% [markdown]
 # # tinygpt
 #
-# A GPT is a program that reads a text and says what comes next, one small piece at a time. This
-# file holds a whole one: the code that cuts text into pieces, the network that scores the next
-# piece, the derivatives that tell each number of the network how to change, the training, and the
-# writing. No step is left to a library for machine learning: NumPy does arithmetic on arrays, sorts
-# and draws random numbers, and every formula of the network stands here.
+# A GPT, short for generative pre-trained transformer, reads a text and says what comes next, one
+# small piece at a time. This file holds a whole one: the code that cuts text into pieces, the
+# network that scores the next piece, the derivatives that tell each number of the network how to
+# change, the training, and the writing. No step is left to a library for machine learning: NumPy
+# does arithmetic on arrays, sorts and draws random numbers, and every formula stands here.
 #
 # The route of a text through it: each piece, called a token, becomes an id, a whole number (chapter
 # 1). Each id becomes a row of d numbers (chapter 4). The rows pass through L blocks. Each block has
@@ -94,7 +94,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     X @ W                 the matrix product with a W of shape (4, 6): shape (3, 6); of stacks of
 #                           matrices, with more axes in front, the product of each pair
 #     X.T                   the transpose: rows become columns, shape (4, 3)
-#     X.max(axis=1)         the largest of each row, shape (3,); with keepdims=True (3, 1)
+#     X.max(axis=1)         the largest of each row, (3,), with keepdims=True (3, 1); so sum, mean
 #     X.reshape(6, 2)       the same numbers, read row by row, in rows of 2; -1 stands for what fits
 #     X.ravel()             the same numbers in one row, shape (12,)
 #     X[[0, 1, 2], y]       one entry of each row, in the column that y names: shape (3,)
@@ -103,6 +103,7 @@ if sys.version_info < (3, 11) or found == "none" or np.lib.NumpyVersion(found) <
 #     A.swapaxes(-1, -2)    the last two axes exchanged: the transpose of each matrix in a stack
 #     X += Y                changes X itself, where X = X + Y makes a new array
 #     np.arange(3), np.eye(3)   0, 1, 2; the matrix (3, 3) with 1 on the diagonal, else 0
+#     np.full(3, v), np.maximum(X, Y)   three times v; the larger of two numbers, entry by entry
 #
 # ## The letters
 #
@@ -3631,8 +3632,7 @@ if __name__ == "__main__": demo(demo_autoregressive_loop)
 # %% [markdown]
 # ## The program
 #
-# The book ends here. What follows puts its functions to work: reading text, saving and loading a
-# model, the command line. It has no equations.
+# The book ends here. What follows puts its functions to work, and has no equations.
 
 # %%
 import argparse, contextlib, ctypes, difflib, hashlib, html, io, json, keyword, os, shlex
@@ -3982,10 +3982,9 @@ def run_book(options):
 #
 # A checkpoint holds all that is needed to write, and to go on training as if nothing had happened:
 # arrays, and the rest as JSON text, in one .npz file. It is written to a temporary file in the same
-# folder, loaded again to see that it can be, and moved into the place of the old one. So whatever
-# happens, a whole file stands there. `m` and `v` are the running means of the optimizer,
-# `batch_rng` the state of the generator of batches when the epoch began, `code` a checksum of the
-# code that made it.
+# folder, loaded again to see that it can be, and moved into the place of the old one. So a whole
+# file stands there at any time. `m` and `v` are the running means of the optimizer, `batch_rng` the
+# state of the batches' generator when the epoch began, `code` a checksum of the code.
 
 # %%
 FORMAT = "tinygpt 1"
