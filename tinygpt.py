@@ -458,9 +458,8 @@ def train_bpe(word_counts, n_merges):
         merges.append((a, b))
         ab, lefts, rights = a + b, defaultdict(list), defaultdict(list)
         for w in set(places[a, b]):
-            tokens, joined, start, i = toks[w], [], 0, -1
-            for _ in range(tokens.count(b)):
-                i = tokens.index(b, i + 1)                                  # its next place
+            tokens, joined, start = toks[w], [], 0
+            for i in [i for i, token in enumerate(tokens) if token == b]:
                 if i > start and tokens[i - 1] == a:
                     joined += tokens[start:i - 1]
                     if joined:
@@ -4543,8 +4542,10 @@ def run_changed(chosen, named):
 # every large array, and the system clears each page before it hands it out; `mallopt` tells the C
 # library to keep freed memory. Each matrix product gets one core, and the halves of a large batch,
 # 53.2 and 53.3 with two parts, are worked on side by side in two threads. How a batch is cut
-# depends on its size alone, so the result does not depend on how many cores there are. And for a
-# small model the count of NumPy's calls is what costs: the optimizer's loop goes over long arrays.
+# depends on its size alone, so the result does not depend on how many cores there are. For a small
+# model the count of NumPy's calls is what costs: the optimizer's loop goes over long arrays.
+# Measured on two cores, a step of a model 128 wide takes 1.6 times as long without kept memory and
+# 1.1 times without the halves, one of default size 1.1 times without the long arrays.
 
 # %%
 LARGE = 2 ** 16                                     # B · T · d from which a batch is cut in two
