@@ -1,11 +1,5 @@
 """Shared by all tests: golden files as plain text, the command line, a trained model."""
-import contextlib
-import io
-import os
-import re
-import signal
-import subprocess
-import sys
+import contextlib, io, os, re, signal, subprocess, sys
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +116,13 @@ def refused(result, *words):
     assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
     for word in words:
         assert word in result.stderr, (word, result.stderr)
+
+
+def failing(error):
+    """A function that raises error whatever it is called with."""
+    def fails(*args, **options):
+        raise error
+    return fails
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,5 @@
 """The exercises of the book, carried out: what the answers say is what happens."""
-import contextlib
-import io
-import math
-import re
+import contextlib, io, math, re
 from functools import cache
 from pathlib import Path
 

@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import make_checkpoint, run
+from conftest import SMALL, TEXT, make_checkpoint, run
 
 COUNT = int(os.environ.get("FUZZ", 160))
-TEXT = "the hen sat in the sun. the fox ran to the hen.\n" * 8
 NUMBERS = ["0", "1", "-1", "2", "3", "5", "7", "0.5", "1.5", "-0.0", "1e-9", "1e9", "1e400", "nan",
            "inf", "-inf", "", " ", "x", "0x1", "1_0", "٣", "999999999999999999999", "--", "1,5"]
-SMALL = ["--merges=5", "--context=4", "--width=4", "--hidden=3", "--layers=1", "--batch=3"]
-
-
 def clean(*args):
     """The exit code of a command that ends in order: 0, 1, or 2 with one line."""
     result = run(*args)                             # anything but a clean end raises
@@ -25,12 +21,11 @@ def clean(*args):
     return result.returncode
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("fuzz")
-    (path / "text.txt").write_text(TEXT)
-    t.save_checkpoint(path / "good.npz", make_checkpoint())
-    return path
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    t.save_checkpoint(tmp_path / "good.npz", make_checkpoint())
+    return tmp_path
 
 
 def test_random_option_values(folder):
@@ -66,10 +61,8 @@ def test_random_bytes_as_text(folder):
     pieces = [b"\xff", b"\xc3", b"\xc3\xa9", b"\r\n", b"\r", b"\0", b"\xe2\x80\xa8", b"\x1b[2J",
               b"\xef\xbb\xbf", b" ", b"word ", b"'s", b"__", b"12", "😀".encode(), b"<unk>"]
     for _ in range(COUNT // 4):
-        if rng.random() < 0.3:
-            data = rng.randbytes(rng.randint(0, 60))
-        else:
-            data = b"".join(rng.choices(pieces[rng.choice([0, 2]):], k=rng.randint(0, 60)))
+        data = b"".join(rng.choices(pieces[rng.choice([0, 2]):], k=rng.randint(0, 60)))
+        data = data if rng.random() < 0.7 else rng.randbytes(rng.randint(0, 60))
         (folder / "random.txt").write_bytes(data)
         clean("train", "--text", folder / "random.txt", "--out", folder / "out.npz", *SMALL,
               "--steps=1", "--context=2")
@@ -83,18 +76,10 @@ def test_random_damage_to_a_checkpoint(folder):
     rng = random.Random(3)
     good = (folder / "good.npz").read_bytes()
     for _ in range(COUNT):
-        data = bytearray(good)
-        at, kind = rng.randrange(len(data)), rng.randrange(4)
-        if kind == 0:
-            data = data[:at]
-        elif kind == 1:
-            for _ in range(rng.randint(1, 8)):
-                data[rng.randrange(len(data))] = rng.randrange(256)
-        elif kind == 2:
-            data[at:at + rng.randint(1, 200)] = rng.randbytes(rng.randint(0, 200))
-        else:
-            data = rng.randbytes(rng.randint(0, 300))
-        (folder / "bad.npz").write_bytes(data)
+        at, some = rng.randrange(len(good)), rng.randbytes(rng.randint(0, 300))
+        (folder / "bad.npz").write_bytes(rng.choice([
+            some, good[:at], good[:at] + some[:1] + good[at + 1:],
+            good[:at] + some + good[at + rng.randint(1, 200):]]))
         clean("generate", "--model", folder / "bad.npz", "--tokens=2")
 
 

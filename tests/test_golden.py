@@ -1,7 +1,5 @@
 """What the demos print, frozen in golden/."""
-import contextlib
-import io
-import re
+import contextlib, io, re
 
 import numpy as np
 import pytest

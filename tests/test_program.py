@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import (GOLDEN, PROGRAM, ROOT, SMALL, TEXT, Terminal, changed_module, needs_full,
+from conftest import (GOLDEN, PROGRAM, ROOT, SMALL, TEXT, Terminal, changed_module, failing, needs_full,
                       plain_environment, posix, refused, run, run_process, start, state, usual_signals)
 
 
@@ -20,13 +20,6 @@ def make_model(path, text, merges=0, **sizes):
     params["block0.wq"] *= 0
     t.save_checkpoint(path, t.Checkpoint(params, config, tokenizer, {}, 0, {}, {}, {}, None, ""))
     return t.load_checkpoint(path)
-
-
-def failing(error):
-    """A function that raises error whatever it is called with."""
-    def fails(*args, **options):
-        raise error
-    return fails
 
 
 # ---- training, and what stops it --------------------------------------------------------------

@@ -1,9 +1,5 @@
 """What the README and the corpus claim, checked."""
-import re
-import shlex
-import shutil
-import subprocess
-import sys
+import re, shlex, shutil, subprocess, sys
 from collections import Counter
 
 import pytest
