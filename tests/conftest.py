@@ -1,5 +1,5 @@
 """Shared by all tests: golden files as plain text, the command line, a trained model."""
-import contextlib, io, os, re, signal, subprocess, sys
+import contextlib, io, os, re, signal, subprocess, sys, types
 from pathlib import Path
 
 import numpy as np
@@ -176,7 +176,6 @@ class Terminal(io.StringIO):
 
 def changed_module(*changes):
     """A second tinygpt with lines of its source changed: (old text, new text), ..."""
-    import types
     source = Path(PROGRAM).read_text(encoding="utf-8")
     for old, new in changes:
         assert source.count(old) == 1, (source.count(old), old)
