@@ -139,15 +139,27 @@ def test_the_golden_files_that_change(name):
 
 
 def test_answers_that_are_a_few_numbers():
-    assert t.train_bpe_on_text("low low lower", 9) == [("l", "o"), ("lo", "w"), (" ", "low")]  # 1a
-    assert t.step_counts(1000, 16, 3) == (63, 189)                                            # 9b
+    # 1a
+    assert t.train_bpe_on_text("low low lower", 9) == [("l", "o"), ("lo", "w"), (" ", "low")]
+    for stride, W, targets in ((4, 246, 996), (16, 62, 992)):     # 2a
+        _, y = t.make_windows(np.arange(1000), 16, stride)
+        assert (len(y), len(np.unique(y)), y.max()) == (W, targets, targets)
+    assert "246 windows" in ANSWER["2a"] and "= 62." in ANSWER["2a"]
+    assert "996 and 992 of the ids are" in ANSWER["2a"]
+    assert len(set(t.example(49).x.tolist())) == 3          # 4a: no token comes twice
+    V, d = 50257, 768                                       # 6b
+    n = sum(math.prod(shape) for shape in
+            t.param_shapes(t.ModelConfig(V, 1024, 1024, d, 12, 3072, 12)).values())
+    assert ANSWER["6b"].startswith(f"{n:,}.") and f"{n - V * d - V:,}" in ANSWER["6b"]
+    assert t.step_counts(1000, 16, 3) == (63, 189)          # 9b
     x = np.zeros((1000, 1), int)
     assert len([*t.iterate_batches(x, x, 16, np.random.default_rng(0))][-1][0]) == 8
-    for temperature in (2, 0.5):
+    for temperature in (2, 0.5):                            # 10a
         p = t.next_probabilities(np.log([0.64, 0.16, 0.16, 0.04]), temperature)
         assert ", ".join(f"{x:.4f}" for x in p) in ANSWER["10a"]
-    assert t.next_probabilities(np.array([1.0, 3, 3]), top_k=1).tolist() == [0, 0.5, 0.5]     # 10c
-    assert t.next_probabilities(np.array([1.0, 3, 3]), 0.0).tolist() == [0, 1, 0]
+    z = np.array([1.0, 3, 3])                               # 10c
+    assert t.next_probabilities(z, top_k=1).tolist() == [0, 0.5, 0.5]
+    assert t.next_probabilities(z, 0.0).tolist() == [0, 1, 0]
 
 
 def test_1b_pairs_that_occur_once():
@@ -170,14 +182,6 @@ def test_1c_the_blank_as_a_pre_token():
     assert 0.9 * words < ids[1] - ids[0] < words        # nearly every word costs an id more
 
 
-def test_2a_windows_and_targets():
-    for stride, W, targets in ((4, 246, 996), (16, 62, 992)):
-        _, y = t.make_windows(np.arange(1000), 16, stride)
-        assert (len(y), len(np.unique(y)), y.max()) == (W, targets, targets)
-    assert "246 windows" in ANSWER["2a"] and "= 62." in ANSWER["2a"]
-    assert "996 and 992 of the ids are" in ANSWER["2a"]
-
-
 def test_2b_a_model_that_copies():
     outs = [played(m, "demo_autoregressive_loop")[0] for m in (altered("2b"), t)]
     losses = [re.search(r"training loss ([\d.]+)", out)[1] for out in outs]
@@ -198,10 +202,6 @@ def test_3c_gelu_as_printed_passes_the_gradient_check(monkeypatch):
     assert block(1, "ff1_w ff1_b") <= wrong(t.check_model(0, 4))
     monkeypatch.setattr(t, "relu_backward", space["gelu_backward"])
     assert not wrong(t.check_operations(0) | t.check_model(0, 4))
-
-
-def test_4a_no_token_comes_twice_in_the_running_example():
-    assert len(set(t.example(49).x.tolist())) == 3
 
 
 @pytest.mark.parametrize("layers, blind", [(1, True), (2, False)])

@@ -89,8 +89,7 @@ def test_random_logits_and_parameters():
     for n in range(COUNT * 4):
         V = int(rng.integers(1, 12))
         z = rng.normal(size=V) * 10.0 ** rng.integers(-5, 6)
-        for _ in range(int(rng.integers(0, 3))):
-            z[rng.integers(V)] = special[rng.integers(len(special))]
+        z[rng.integers(V, size=rng.integers(0, 3))] = rng.choice(special)
         choice = dict(temperature=float(rng.choice([0, 1e-7, 1e-6, 0.5, 1, 1e6])),
                       top_k=int(rng.integers(0, V + 3)),
                       top_p=float(rng.choice([1e-9, 0.3, 0.9, 1 - 1e-16, 1])))
@@ -101,8 +100,3 @@ def test_random_logits_and_parameters():
             assert "finite" in str(error) and not np.isfinite(z.max())
             continue
         assert np.isfinite(p).all() and (p >= 0).all() and abs(p.sum() - 1) < 1e-9 and p[token] > 0
-        if n % 32 == 0:
-            params = {name: W * np.float32(10) ** rng.integers(-9, 10)
-                      for name, W in ck.params.items()}
-            with np.errstate(all="ignore"), contextlib.suppress(t.BadInput):    # not finite
-                t.generate(params, ck.config, [1, 2], 3, rng)

@@ -51,13 +51,6 @@ def test_every_parameter_along_directions_that_move_all_its_entries(rng):
 
 # How the check measures
 
-@pytest.mark.parametrize("h", [0.5, 0.25])
-def test_the_numerical_gradient_steps_the_same_way_on_both_sides(h):
-    x, cubes = np.array([3.0, -2.0]), lambda x: float((x ** 3).sum())
-    assert t.numerical_grad(cubes, x, h).tolist() == [27 + h * h, 12 + h * h]   # exact
-    assert t.slope(cubes, x, 1, h) == 12 + h * h
-
-
 def test_the_numerical_gradient_moves_the_array_itself_and_restores_it_exactly(rng):
     whole = 10 ** rng.uniform(-9, 0, (4, 6))        # (x - h) + h is not x where x is small
     x, before = whole[1:, ::2].T, whole.copy()      # a view: a flat copy would feel no step
@@ -104,13 +97,6 @@ def test_what_one_entry_tells_by_name(name, factor, term, small, rng, monkeypatc
         return loss + term * (params[name] ** 2).sum(), grads | {name: factor * grads[name]}
     monkeypatch.setattr(t, "loss_and_grads", spoiled)
     assert wrong(t.check_params(*small, rng, samples=1)) == {name}
-
-
-def test_a_bend_within_the_step_raises_no_alarm(small, rng):
-    params, x, _, config = small
-    _, cache = t.forward(params, x, config)
-    params["block0.ff1_b"] -= cache["blocks"][0]["ffn"]["Z"][0] - 9e-6
-    assert not wrong(t.check_params(*small, rng, samples=6))
 
 
 def test_gradcheck_raises_no_false_alarm_for_many_seeds():

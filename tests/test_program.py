@@ -134,12 +134,6 @@ def test_zero_of_what_may_be_zero(option, train, tmp_path):
         assert all(np.array_equal(ck.params[name], begun[name]) for name in begun)
 
 
-def test_a_large_batch_is_trained_on_without_a_second_process(train, monkeypatch):
-    monkeypatch.setattr(os, "fork", failing(AssertionError("no BLAS survives it")), raising=False)
-    result = train("--width", 64, "--heads", 2, "--batch", 150, "--stride", 1, "--steps", 2)
-    assert result.returncode == 0, result.stderr
-
-
 def test_reading_that_takes_longer_than_a_second_says_so(train, monkeypatch):
     learn, tell, told = t.build_tokenizer, t.tell, threading.Event()
     monkeypatch.setattr(t, "build_tokenizer", lambda *args: (told.wait(20), learn(*args))[1])
