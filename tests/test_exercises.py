@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import GOLDEN, PROGRAM, ROOT, changed_module
+from conftest import GOLDEN, PROGRAM, ROOT, changed_module, wrong
 
 SOURCE = Path(PROGRAM).read_text(encoding="utf-8")
 BOOK, ANSWERS = SOURCE.split("\n# ## Answers\n")
@@ -72,10 +72,6 @@ def listed(answer):
         first, _, last = part.partition(" to ")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
-
-
-def wrong(worst):
-    return {name for name, error in worst.items() if not error < 1e-4}
 
 
 def block(l, names):

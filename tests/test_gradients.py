@@ -50,17 +50,12 @@ def test_every_parameter_along_directions_that_move_all_its_entries(rng):
 
 
 # How the check measures
-
 def test_the_numerical_gradient_moves_the_array_itself_and_restores_it_exactly(rng):
     whole = 10 ** rng.uniform(-9, 0, (4, 6))        # (x - h) + h is not x where x is small
     x, before = whole[1:, ::2].T, whole.copy()      # a view: a flat copy would feel no step
     slopes = t.numerical_grad(lambda _: float(np.sin(whole).sum()), x)
     np.testing.assert_allclose(slopes, np.cos(x), rtol=1e-7, atol=1e-9)
     assert np.array_equal(whole, before)
-
-
-def wrong(worst):
-    return {name for name, error in worst.items() if not error < 1e-4}
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ def make_model(path, text, merges=0, **sizes):
 
 
 # ---- training, and what stops it --------------------------------------------------------------
-
 UNUSUAL = dict(merges=15, context=9, max_context=10, width=12, heads=3, hidden=10, layers=3, batch=5,
                stride=5, val_fraction=0.2, epochs=3, seed=3, lr=0.02, lr_min=0.003, warmup=9,
                beta1=0.8, beta2=0.93, weight_decay=0.3, clip=0.6, eval_every=4)
@@ -195,7 +194,6 @@ def test_a_stop_before_training_leaves_all_as_it_was(error, code, train, tmp_pat
 
 
 # ---- generate and look ------------------------------------------------------------------------
-
 def draw_token_by_token(ck, prompt, n_tokens, seed, **choice):
     """The text, from probabilities alone; a blank at the end is that of the next token."""
     itos, rng, written = ck.tokenizer.itos, np.random.default_rng(seed), prompt
@@ -317,7 +315,6 @@ def test_wide_characters_and_marks_keep_the_columns(merges, tmp_path):
 
 
 # ---- options, texts, folders ------------------------------------------------------------------
-
 @pytest.mark.parametrize("words", [
     *("train --" + words for words in (
         "steps=-1", "batch=0", "context=0", "stride=0", "layers=0", "heads=0", "width=0", "clip=-1",
@@ -399,7 +396,6 @@ def test_names_with_blanks_accents_quotes_and_dashes(name, tmp_path):
 
 
 # ---- streams ----------------------------------------------------------------------------------
-
 def once(timer, number=1):
     """In the place of timeit: the work is done one time, and took a second."""
     timer.inner(iter([None]), timer.timer)
@@ -508,7 +504,6 @@ def test_the_live_line_fits_the_terminal_and_ends_clean(term, folder, tmp_path, 
 
 
 # ---- other commands ---------------------------------------------------------------------------
-
 def test_a_tour_and_the_demos():
     assert run().stdout == run("--help").stdout
     for command in ("train", "generate", "look", "demo", "gradcheck", "bench", "book"):
