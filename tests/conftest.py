@@ -111,8 +111,7 @@ def run_process(*args, text=True, **options):
 
 def refused(result, *words):
     """Exit code 2, nothing on stdout, one line on stderr that has all the words."""
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
     for word in words:
         assert word in result.stderr, (word, result.stderr)

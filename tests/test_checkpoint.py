@@ -70,13 +70,10 @@ def test_the_name_given_is_the_name_that_works(name, tmp_path):
     t.save_checkpoint(tmp_path / name, make_checkpoint())
     assert list(tmp_path.iterdir()) == [tmp_path / name]
     assert t.load_checkpoint(tmp_path / name).step == 3
-
-
-@posix
-def test_a_link_stays_and_the_file_it_leads_to_is_written(saved):
-    (saved.parent / "link").symlink_to(saved)
-    t.save_checkpoint(saved.parent / "link", make_checkpoint(step=4))
-    assert (saved.parent / "link").is_symlink() and t.load_checkpoint(saved).step == 4
+    if os.name != "nt":                             # a link stays, where it leads is written
+        (tmp_path / "link").symlink_to(tmp_path / name)
+        t.save_checkpoint(tmp_path / "link", make_checkpoint(step=4))
+        assert (tmp_path / "link").is_symlink() and t.load_checkpoint(tmp_path / name).step == 4
 
 
 def test_a_failure_while_saving_leaves_the_old_file_and_nothing_else(saved, monkeypatch):

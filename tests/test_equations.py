@@ -141,8 +141,8 @@ def test_merging_learning_and_encoding_equal_counting_anew_before_every_merge():
 
 
 @pytest.mark.parametrize("n_merges", [0, 6, 40])
-@pytest.mark.parametrize("text", ["at a cat\nat a hat\n", "yzyyzyzy", "nmlknmlk", "aaa", "ab\nba", "",
-                                  CORPUS], ids=len)
+@pytest.mark.parametrize("text", [
+    "at a cat\nat a hat\n", "yzyyzyzy", "nmlknmlk", "aaa", "ab\nba", "", CORPUS], ids=len)
 def test_a_text_becomes_the_tokens_that_training_on_it_ended_with(text, n_merges):
     words = t.PRE_TOKEN.findall(text)
     merges, tokens = slow_train({word: words.count(word) for word in words}, n_merges)
@@ -517,8 +517,7 @@ def test_temperature_top_k_and_top_p_equal_the_slow_reading_in_float64(rng):
     (HALVES, dict(top_p=0.49), FIRST), (HALVES, dict(top_p=0.5), FIRST),
     (HALVES, dict(top_p=0.75), [2 / 3, 1 / 3, 0, 0]), (HALVES, dict(top_p=1e-9), FIRST),
     (HALVES, dict(top_p=0.76), [4 / 7, 2 / 7, 1 / 7, 0]), (HALVES, dict(temperature=0), FIRST),
-    (FOUR, dict(temperature=2e-6), FIRST),
-    (FOUR, dict(top_k=2, top_p=0.5), FIRST), (FOUR, dict(top_k=1, top_p=0.1), FIRST),
+    (FOUR, dict(temperature=2e-6), FIRST), (FOUR, dict(top_k=2, top_p=0.5), FIRST),
     (np.exp([-20, -30, -40]), dict(top_k=1), [1, 0, 0]), ([0, 1, 1], {}, [0, 0.5, 0.5])])
 def test_choices_at_their_edges_and_with_ties(p, choice, expected):
     with np.errstate(divide="ignore"):

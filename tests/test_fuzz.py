@@ -1,8 +1,5 @@
-"""Random input of many kinds: the program succeeds or refuses in one line, never anything else.
-
-FUZZ=10000 in the environment throws that many inputs instead of a few hundred.
-"""
-import contextlib, os, random, re
+"""Random input of many kinds: success or one line. FUZZ=10000 in the environment gives more."""
+import os, random, re
 
 import numpy as np
 import pytest
@@ -66,10 +63,6 @@ def test_random_bytes_as_text(folder):
         (folder / "random.txt").write_bytes(data)
         clean("train", "--text", folder / "random.txt", "--out", folder / "out.npz", *SMALL,
               "--steps=1", "--context=2")
-        with contextlib.suppress(ValueError):
-            text = t.read_text(folder / "random.txt")
-            tokenizer = t.build_tokenizer(text, 9)
-            assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_random_damage_to_a_checkpoint(folder):
