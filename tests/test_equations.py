@@ -367,6 +367,8 @@ def test_every_function_keeps_the_type_and_writes_into_no_input(rng, lead, dtype
 def test_batches_in_parts_of_any_size_and_validation_give_the_means_over_the_windows(rng):
     params, (x, y) = rand_params(rng), rand_ids(rng, 2, 65, T)
     losses, each = zip(*(t.loss_and_grads(params, *window, CONFIG) for window in zip(x, y)))
+    batch = params, x, y, CONFIG
+    np.testing.assert_equal(batch_loss_and_grads(*batch), t.loss_and_grads(*batch))     # one part
     for parts in (1, 2, 3, 4, B):
         loss, grads = batch_loss_and_grads(params, x[:B], y[:B], CONFIG, parts)
         close(loss, sum(losses[:B]) / B)
