@@ -498,7 +498,7 @@ def test_the_live_line_fits_the_terminal_and_ends_clean(term, folder, tmp_path, 
     else:
         assert len(live) > 20 and all(len(part) < 70 and "\n" not in part for part in live)
         assert any(re.match(r"step 17 of 30  loss \d\.\d+  validation \d", part) for part in live)
-        assert re.search(r"\033\[Kstep 20 of 30 .* validation .* [▁▂▃▄▅▆▇█]+\n", text)
+        assert re.search(r"\033\[Kstep 20 of 30 .* validation .* 64 tokens/s .* [▁▂▃▄▅▆▇█]+\n", text)
 
 
 # ---- other commands ---------------------------------------------------------------------------
