@@ -1,11 +1,5 @@
 """Shared by all tests: golden files as plain text, the command line, a trained model."""
-import contextlib
-import io
-import os
-import re
-import signal
-import subprocess
-import sys
+import contextlib, io, os, re, signal, subprocess, sys, types
 from pathlib import Path
 
 import numpy as np
@@ -117,22 +111,32 @@ def run_process(*args, text=True, **options):
 
 def refused(result, *words):
     """Exit code 2, nothing on stdout, one line on stderr that has all the words."""
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
     for word in words:
         assert word in result.stderr, (word, result.stderr)
 
 
+def wrong(worst):
+    """The names that the gradient check calls wrong."""
+    return {name for name, error in worst.items() if not error < 1e-4}
+
+
+def failing(error):
+    """A function that raises error whatever it is called with."""
+    def fails(*args, **options):
+        raise error
+    return fails
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A folder with text.txt and a model.npz trained on it, and what the training printed."""
+    """A folder with text.txt and a model.npz trained on it, and what the training reported."""
     path = tmp_path_factory.mktemp("trained")
     (path / "text.txt").write_text(TEXT, encoding="utf-8")
     result = run_process("train", "--text=text.txt", "--out=model.npz", *SMALL, "--steps=120",
                          "--eval-every=40", cwd=path)
     assert result.returncode == 0, result.stderr
-    (path / "stdout").write_text(result.stdout, encoding="utf-8")
     (path / "stderr").write_text(result.stderr, encoding="utf-8")
     return path
 
@@ -175,7 +179,6 @@ class Terminal(io.StringIO):
 
 def changed_module(*changes):
     """A second tinygpt with lines of its source changed: (old text, new text), ..."""
-    import types
     source = Path(PROGRAM).read_text(encoding="utf-8")
     for old, new in changes:
         assert source.count(old) == 1, (source.count(old), old)

@@ -70,7 +70,7 @@ def test_each_card_has_prose_equations_code_demo_and_guard_in_this_order():
         assert at == sorted(at), f"{card.title}: not in the order of the book"
 
 
-def test_lines_are_at_most_100_columns_wide():
+def test_lines_fit_100_columns_and_docstrings_of_the_book_name_no_other_card():
     assert [i for i, line in enumerate(LINES, 1) if len(line) > 100] == []
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import ROOT, SMALL, TEXT, make_checkpoint, posix, refused, run, state
+from conftest import ROOT, TEXT, failing, make_checkpoint, posix, refused, run, state
 
 
 @pytest.fixture
@@ -46,14 +46,9 @@ def test_what_is_saved_comes_back_without_pickle_and_as_the_same_bytes(dtype, tm
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     with np.load(tmp_path / "a", allow_pickle=False) as archive:
         assert all(archive[name].dtype != object for name in archive.files)
-    for part in ("params", "m", "v"):
-        assert list(getattr(a, part)) == list(getattr(b, part))
-        for name, W in getattr(a, part).items():
-            other = getattr(b, part)[name]
-            assert W.dtype == other.dtype == dtype and np.array_equal(W, other)
-    for part in ("config", "settings", "step", "batch_rng", "val_loss", "code"):
-        assert getattr(a, part) == getattr(b, part)
-    assert a.tokenizer == b.tokenizer
+    np.testing.assert_equal(vars(b), vars(a))
+    assert all(W.dtype == dtype for part in (b.params, b.m, b.v) for W in part.values())
+    assert list(b.params) == list(a.params)
 
 
 @pytest.mark.parametrize("broken", [
@@ -68,30 +63,23 @@ def test_what_could_not_be_loaded_is_not_written(broken, saved):
     assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
 
 
-@pytest.mark.parametrize("name", ["model", "run.ckpt", "x.npz.tmp", "a**b.npz", "[ab] é.npz"])
+@pytest.mark.parametrize("name", ["model", "x.npz.tmp", "a**b.npz", "[ab] é.npz"])
 def test_the_name_given_is_the_name_that_works(name, tmp_path):
     if os.name == "nt" and "*" in name:
         pytest.skip("no such names there")
     t.save_checkpoint(tmp_path / name, make_checkpoint())
     assert list(tmp_path.iterdir()) == [tmp_path / name]
     assert t.load_checkpoint(tmp_path / name).step == 3
-
-
-@posix
-def test_a_link_stays_and_the_file_it_leads_to_is_written(saved):
-    (saved.parent / "link").symlink_to(saved)
-    t.save_checkpoint(saved.parent / "link", make_checkpoint(step=4))
-    assert (saved.parent / "link").is_symlink() and t.load_checkpoint(saved).step == 4
+    if os.name != "nt":                             # a link stays, where it leads is written
+        (tmp_path / "link").symlink_to(tmp_path / name)
+        t.save_checkpoint(tmp_path / "link", make_checkpoint(step=4))
+        assert (tmp_path / "link").is_symlink() and t.load_checkpoint(tmp_path / name).step == 4
 
 
 def test_a_failure_while_saving_leaves_the_old_file_and_nothing_else(saved, monkeypatch):
     good = saved.read_bytes()
-
-    def fails(file, **arrays):
-        file.write(b"half of a file")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez", fails)
+    monkeypatch.setattr(np, "savez", lambda file, **arrays: (
+        file.write(b"half of a file"), failing(OSError(28, "No space left on device"))()))
     with pytest.raises(OSError):
         t.save_checkpoint(saved, make_checkpoint(step=4))
     assert saved.read_bytes() == good and list(saved.parent.iterdir()) == [saved]
@@ -110,24 +98,22 @@ def test_killed_while_saving_a_good_file_remains(saved):
 
 
 # ---- damaged and foreign files ----------------------------------------------------------------
-
 class Payload:
     def __init__(self, path):
         self.path = path
 
     def __reduce__(self):
-        return (open, (self.path, "w"))
+        return open, (self.path, "w")
 
 
 @pytest.mark.parametrize("name", ["params/tok_emb", "about"])
 def test_a_crafted_file_is_refused_and_its_code_is_not_run(name, saved):
     trap = saved.parent / "trap"
-    rewrite(saved, arrays={name: np.array([Payload(str(trap))], dtype=object)})
-    trap.unlink(missing_ok=True)                    # pickling made no file, loading must not
+    rewrite(saved, arrays={name: np.array([Payload(f"{trap}")], dtype=object)})
     result = run("generate", "--model", saved)
     refused(result, "model.npz")
     assert not trap.exists() and "ickle" not in result.stderr
-    pickle.loads(pickle.dumps(Payload(str(trap))))
+    pickle.loads(pickle.dumps(Payload(f"{trap}")))
     assert trap.exists(), "the trap does work"
 
 
@@ -140,8 +126,6 @@ def other_compression(data):
 ITOS = make_checkpoint().tokenizer.itos
 DAMAGE = {
     "empty": lambda path: path.write_bytes(b""),
-    "text": lambda path: path.write_text("this is no archive"),
-    "first 100 bytes": lambda path: path.write_bytes(path.read_bytes()[:100]),
     "last byte lost": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "a byte changed": lambda path: path.write_bytes(
         (data := path.read_bytes())[:2000] + bytes([data[2000] ^ 255]) + data[2001:]),
@@ -187,14 +171,13 @@ def test_another_model_is_refused_naming_the_arrays(saved):
     refused(run("generate", "--model", saved), "block1.wq", "block1.wz", "not both")
 
 
-def test_a_model_of_other_code_loads_with_one_line(saved, monkeypatch):
-    for command in ("generate", "look"):
-        assert run(command, "--model", saved, "--prompt", "the hen").stderr == ""
+@pytest.mark.parametrize("command", ["generate", "look"])
+def test_a_model_of_other_code_loads_with_one_line(command, saved):
+    assert run(command, "--model", saved, "--prompt", "the hen").stderr == ""
     rewrite(saved, code="0123456789abcdef")
-    for command in ("generate", "look"):
-        result = run(command, "--model", saved, "--prompt", "the hen")
-        assert result.returncode == 0 and result.stdout and result.stderr.count("\n") == 1
-        assert "model.npz was made by other code" in result.stderr
+    result = run(command, "--model", saved, "--prompt", "the hen")
+    assert result.returncode == 0 and result.stdout and result.stderr.count("\n") == 1
+    assert "model.npz was made by other code" in result.stderr
 
 
 @pytest.mark.parametrize("words", ["generate --model", "look --model", "train --resume --out"])
@@ -216,7 +199,6 @@ def test_logits_that_are_infinite_or_no_numbers(saved):
 
 
 # ---- going on with training, and the text of the training so far ------------------------------
-
 @pytest.mark.parametrize("epochs, more", [(0, 0), (0, 1), (1, -1), (1, 0), (1, 1), (2, 3)])
 def test_stopped_at_any_step_and_resumed_equals_never_stopped(epochs, more, train, tmp_path):
     """Two epochs and 3 steps, stopped before all, inside an epoch, at its end, and at the end."""
@@ -234,8 +216,7 @@ def test_stopped_at_any_step_and_resumed_equals_never_stopped(epochs, more, trai
 def test_resuming_a_finished_run_says_so_and_changes_nothing(train, tmp_path):
     train("--steps", 4)
     before = (tmp_path / "m.npz").read_bytes()
-    result = train("--resume")
-    assert result.returncode == 0 and "nothing to do" in result.stderr
+    assert "nothing to do" in train("--resume").stderr
     assert (tmp_path / "m.npz").read_bytes() == before
     result = train("--resume", "--epochs", 1)       # another plan lifts the one before
     assert result.returncode == 0 and "nothing to do" not in result.stderr
@@ -251,17 +232,15 @@ def test_sizes_that_clash_with_the_checkpoint_are_named(option, value, kept, tra
 
 
 def test_training_anew_keeps_the_model_that_was_there(train, tmp_path):
-    old = tmp_path / "m.npz.old"
+    model, old = tmp_path / "m.npz", tmp_path / "m.npz.old"
     train("--steps", 2)
-    before = (tmp_path / "m.npz").read_bytes()
-    result = train("--steps", 3)
-    assert "is kept as" in result.stderr and "m.npz.old" in result.stderr
-    assert old.read_bytes() == before
+    before = model.read_bytes()
+    assert f"is kept as {old}" in train("--steps", 3).stderr and old.read_bytes() == before
     train("--resume", "--steps", 4)                 # goes on: nothing to keep
     assert old.read_bytes() == before
-    train("--steps", 1)                     # 4 steps instead of 2 are kept
+    train("--steps", 1)                             # 4 steps instead of 2 are kept
     assert t.load_checkpoint(old).step == 4
-    result = train("--steps", 1)            # 1 step would be worse
+    result = train("--steps", 1)                    # 1 step would be worse
     assert result.returncode == 0 and "has more steps" in result.stderr
     assert t.load_checkpoint(old).step == 4
 
@@ -281,22 +260,6 @@ def test_what_is_no_model_is_not_overwritten(name, make, train, tmp_path):
     assert {*tmp_path.iterdir()} == {*before, tmp_path / name}
 
 
-@posix
-def test_a_name_that_leads_through_nowhere_is_refused_or_works(train, tmp_path):
-    result = train("--steps", 1, out="nowhere/../m.npz")
-    model = tmp_path / "nowhere/../m.npz"
-    assert result.returncode == 2 or run("generate", "--model", model).returncode == 0
-
-
-def test_a_validation_loss_that_is_not_finite_is_divergence(train, tmp_path, monkeypatch):
-    train("--steps", 2)
-    before = state(tmp_path / "m.npz")
-    monkeypatch.setattr(t, "validation_loss", lambda *_: float("nan"))
-    result = train("--resume", "--steps", 4)
-    assert result.returncode == 1 and "diverged" in result.stderr
-    assert state(tmp_path / "m.npz") == before
-
-
 def test_of_two_trainings_on_one_file_the_later_save_is_refused(train, tmp_path, monkeypatch):
     validation_loss = t.validation_loss
 
@@ -313,31 +276,22 @@ def test_of_two_trainings_on_one_file_the_later_save_is_refused(train, tmp_path,
     assert (ck.step, ck.settings["seed"]) == (7, 9)
 
 
-def test_a_renamed_folder_goes_on(tmp_path):
-    (folder := tmp_path / "old").mkdir()
-    (folder / "text.txt").write_text(TEXT)
-    run("train", "--text", folder / "text.txt", "--out", folder / "m", *SMALL, "--steps", 2)
-    folder = folder.rename(tmp_path / "my new é")
-    result = run("train", "--resume", "--steps", 3, "--out", folder / "m")
-    assert result.returncode == 0 and "note" not in result.stderr, result.stderr
-    with np.load(folder / "m") as archive:
-        assert tmp_path.name.encode() not in archive["about"].tobytes(), "no folder of the user"
-
-
 @pytest.mark.parametrize("place", ["model", "program", "here"])
 @pytest.mark.parametrize("others", [False, True])
 def test_the_text_is_found_and_the_checksum_decides(place, others, train, tmp_path, monkeypatch):
+    """In the folder of the model, however it is called now, of the program, or here."""
     train("--steps", 2)
     for name in ("model", "program", "here"):
         (tmp_path / name).mkdir()
         if others:
             (tmp_path / name / "text.txt").write_text(TEXT.upper() + name)
     (tmp_path / "text.txt").rename(tmp_path / place / "text.txt")
-    (tmp_path / "m.npz").rename(tmp_path / "model" / "m.npz")
+    model = (tmp_path / "m.npz").rename(tmp_path / "model" / "m.npz")
     monkeypatch.setattr(t, "THIS", tmp_path / "program" / "tinygpt.py")
-    monkeypatch.chdir(tmp_path / "here")
-    result = run("train", "--resume", "--steps", 3, "--out", "../model/m.npz")
+    result = run("train", "--resume", "--steps=3", "--out=../model/m.npz", cwd=tmp_path / "here")
     assert result.returncode == 0 and "note" not in result.stderr, result.stderr
+    with np.load(model) as archive:
+        assert tmp_path.name.encode() not in archive["about"].tobytes(), "no folder of the user"
 
 
 def test_a_lost_text_is_named_and_another_one_noticed(train, tmp_path):

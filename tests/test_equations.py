@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import CONFIG, GOLDEN, ROOT, random_params
+from conftest import CONFIG, ROOT, random_params
 from tinygpt import AdamW, batch_loss_and_grads     # as in the book: a training replaces them in t
 
 # Random inputs are read-only: a function that writes into its arguments fails wherever it runs.
 V, T, Tmax, d, H, F, L = vars(CONFIG).values()
 B = 6
+CORPUS = (ROOT / "corpus.txt").read_text(encoding="utf-8")[:5000]
 # Texts and probabilities that have tripped programs of this kind.
 FAMILY, HINDI = "\U0001f468\u200d\U0001f469\u200d\U0001f467", "हिन्दी"
 AWKWARD = ["  x", "a\tb", "\n\n\n", "x  ", " ", "", "e\u0301\u00e9", "\r\n \r", "don't  we'll",
@@ -37,10 +38,9 @@ def lead(request):                                  # what stands before T in th
 
 def arrays_in(x):
     if isinstance(x, np.ndarray):
-        yield x
-    elif isinstance(x, (dict, list, tuple)):
-        for part in x.values() if isinstance(x, dict) else x:
-            yield from arrays_in(part)
+        return [x]
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return [array for part in parts for array in arrays_in(part)]
 
 
 def frozen(x):                                      # x with every array in it read-only
@@ -123,16 +123,6 @@ def test_every_mark_of_every_script_stays_with_the_letter_before_it():
     assert [word for word in words if t.PRE_TOKEN.findall(word) != [word]] == []
 
 
-@pytest.mark.parametrize("text, merges", [
-    ("nmlknmlk", "l k, m lk, n mlk"), ("cabacaba", "a b, ab a, c aba"), ("yzyyzyzy", "y z, yz y"),
-    ("abababab", "a b, ab ab"), ("aaa", "a a"), ("ab\nba", ""), ("abcdef", ""), ("", "")])
-def test_ties_go_to_the_smallest_pair_and_training_stops_at_pairs_seen_once(text, merges):
-    merges = [tuple(pair.split()) for pair in merges.split(", ") if pair]
-    tokenizer = t.build_tokenizer(text, 100)
-    assert t.train_bpe_on_text(text, 100) == tokenizer.merges == merges
-    assert tokenizer.itos == ["<unk>", *dict.fromkeys(text), *map("".join, merges)]
-
-
 def test_merging_learning_and_encoding_equal_counting_anew_before_every_merge():
     for word, pair in product(product("ab", repeat=8), product("ab", repeat=2)):
         tokens = list(word)
@@ -152,16 +142,17 @@ def test_merging_learning_and_encoding_equal_counting_anew_before_every_merge():
 
 @pytest.mark.parametrize("n_merges", [0, 6, 40])
 @pytest.mark.parametrize("text", [
-    "at a cat\nat a hat\nat a mat\n", "yzyyzyzy", (ROOT / "corpus.txt").read_text("utf-8")[:5000]
-], ids=["cats", "yz", "corpus"])
-def test_encoding_the_training_text_gives_the_tokens_training_ended_with(text, n_merges):
+    "at a cat\nat a hat\n", "yzyyzyzy", "nmlknmlk", "aaa", "ab\nba", "", CORPUS], ids=len)
+def test_a_text_becomes_the_tokens_that_training_on_it_ended_with(text, n_merges):
     words = t.PRE_TOKEN.findall(text)
-    tokens = slow_train({word: words.count(word) for word in words}, n_merges)[1]
+    merges, tokens = slow_train({word: words.count(word) for word in words}, n_merges)
     trained = t.build_tokenizer(text, n_merges)
+    assert t.train_bpe_on_text(text, n_merges) == trained.merges == merges
+    assert trained.itos == ["<unk>", *dict.fromkeys(text), *map("".join, merges)]
     for tokenizer in (trained, t.Tokenizer(trained.itos, trained.merges)):      # and one loaded
         ids = tokenizer.encode(text)
         assert [tokenizer.itos[i] for i in ids] == [tok for word in words for tok in tokens[word]]
-    assert not any(b[0].isspace() and not a[-1].isspace() for a, b in trained.merges)
+    assert not any(b[0].isspace() and not a[-1].isspace() for a, b in merges)
 
 
 def test_unknown_characters_become_id_0_and_do_not_vanish():
@@ -249,11 +240,9 @@ def test_operations_treat_each_row_alone_and_cross_entropy_is_the_mean_over_all(
 
 
 @pytest.mark.parametrize("logits, target, loss, gradient", [
-    ([2.0, 1.0, 0.0], 0, 0.40760596444438, [-0.33475904, 0.24472847, 0.09003057]),
     ([0.0, -1000.0], 1, 1000.0, [1.0, -1.0]), ([1000.0, 0.0], 0, 0.0, [0.0, 0.0]),
     ([-np.inf, 0.0, 0.0], 2, math.log(2), [0.0, 0.5, -0.5]),
-    (np.full(2, 5e7, np.float32), 1, math.log(2), [0.5, -0.5]),
-    ([0.0] * 65, 7, 4.174387269895637, [1 / 65] * 7 + [-64 / 65] + [1 / 65] * 57)])
+    (np.full(2, 5e7, np.float32), 1, math.log(2), [0.5, -0.5])])
 def test_cross_entropy_of_extreme_logits(logits, target, loss, gradient):
     y = np.array([target])
     actual, P = t.cross_entropy_forward(np.array([logits]), y)
@@ -375,18 +364,15 @@ def test_every_function_keeps_the_type_and_writes_into_no_input(rng, lead, dtype
 
 
 # Cards 53 and 55, and the two halves of a large batch
-@pytest.mark.parametrize("parts", [1, 2, 3, 4, B])
-def test_a_batch_in_parts_of_any_size_gives_the_means_over_its_windows(rng, parts):
-    params, (x, y) = rand_params(rng), rand_ids(rng, 2, B, T)
-    loss, grads = batch_loss_and_grads(params, x, y, CONFIG, parts)
-    each = [t.loss_and_grads(params, *window, CONFIG) for window in zip(x, y)]
-    close(loss, sum(one for one, _ in each) / B)
-    close(grads, {name: sum(g[name] for _, g in each) / B for name in params})
-
-
-def test_validation_loss_is_the_mean_over_all_windows(rng):
+def test_batches_in_parts_of_any_size_and_validation_give_the_means_over_the_windows(rng):
     params, (x, y) = rand_params(rng), rand_ids(rng, 2, 65, T)
-    losses = [t.loss_and_grads(params, *window, CONFIG)[0] for window in zip(x, y)]
+    losses, each = zip(*(t.loss_and_grads(params, *window, CONFIG) for window in zip(x, y)))
+    batch = params, x, y, CONFIG
+    np.testing.assert_equal(batch_loss_and_grads(*batch), t.loss_and_grads(*batch))     # one part
+    for parts in (1, 2, 3, 4, B):
+        loss, grads = batch_loss_and_grads(params, x[:B], y[:B], CONFIG, parts)
+        close(loss, sum(losses[:B]) / B)
+        close(grads, {name: sum(g[name] for g in each[:B]) / B for name in params})
     for M in (1, 31, 32, 33, 65):
         loss = t.validation_loss(params, x[:M], y[:M], CONFIG)
         assert type(loss) is float and loss == pytest.approx(sum(losses[:M]) / M, rel=1e-12)
@@ -403,12 +389,11 @@ def test_halves_of_a_large_batch_give_what_two_parts_give(rng, monkeypatch, size
     assert sorted(seen) == parts and loss == pytest.approx(expected[0], rel=1e-5)
     close(grads, expected[1], rtol=1e-4, atol=1e-5)
     assert list(grads) == list(params) and all(g.dtype == np.float32 for g in grads.values())
-    for row in (0, -1):
-        bad = x.copy()
-        bad[row, 0] = V
-        for inputs in ((bad, y), (x, bad)):
-            with pytest.raises(ValueError, match=f"from 0 to {V - 1}"):
-                t.in_halves(params, *inputs, CONFIG)
+    for row, i in product((0, -1), (0, 1)):
+        bad = [x.copy(), y.copy()]
+        bad[i][row, 0] = V
+        with pytest.raises(ValueError, match=f"from 0 to {V - 1}"):
+            t.in_halves(params, *bad, CONFIG)
     np.testing.assert_equal(t.in_halves(params, x, y, CONFIG), (loss, grads))   # it goes on
 
 
@@ -425,17 +410,17 @@ def test_adamw_equals_the_slow_reading(rng, dtype, rtol, settings):
     for g, lr in zip(grads, rates):
         optimizer.step(params, frozen(g), lr)
     beta1, beta2, eps, decay = settings or (0.9, 0.99, 1e-8, 0.1)
-    for name, i in ((name, i) for name in shapes for i in np.ndindex(shapes[name])):
-        w, m, v = float(start[name][i]), 0.0, 0.0
+    for name, w in start.items():
+        w, m, v = w.astype(float), 0.0, 0.0
         for step, (g, lr) in enumerate(zip(grads, rates), start=1):
-            m = beta1 * m + (1 - beta1) * float(g[name][i])
-            v = beta2 * v + (1 - beta2) * float(g[name][i]) ** 2
-            u = (m / (1 - beta1 ** step)) / (math.sqrt(v / (1 - beta2 ** step)) + eps)
-            w = w - lr * (u + (decay * w if len(shapes[name]) > 1 else 0.0))
-        fast = params[name], optimizer.m[name], optimizer.v[name]
-        assert arrays[name] is params[name] and all(a.dtype == dtype for a in fast)     # in place
-        assert [float(a[i]) for a in fast] == pytest.approx(
-            [w, m, v], rel=rtol, abs=rtol * 1e-3 * scale[name] ** 2)
+            m = beta1 * m + (1 - beta1) * g[name].astype(float)
+            v = beta2 * v + (1 - beta2) * g[name].astype(float) ** 2
+            u = (m / (1 - beta1 ** step)) / (np.sqrt(v / (1 - beta2 ** step)) + eps)
+            w = w - lr * (u + (decay * w if w.ndim > 1 else 0.0))
+        assert arrays[name] is params[name]                 # in place
+        for fast, slow in zip((params[name], optimizer.m[name], optimizer.v[name]), (w, m, v)):
+            assert fast.dtype == dtype
+            close(fast, slow, rtol, rtol * 1e-3 * scale[name] ** 2)
     assert optimizer.t == 5
 
 
@@ -447,7 +432,6 @@ def test_long_arrays_give_bit_for_bit_what_adamw_gives(rng, shapes):
     for kind in (AdamW, t.LongAdamW):
         params = deepcopy(start)
         optimizer = kind(params, 0.8, 0.95, 1e-7, weight_decay=0.3)
-        state = params, optimizer.m, optimizer.v
         assert not any(np.any(optimizer.m[name]) for name in start)
         for name, W in start.items():                       # as after a resumption
             optimizer.m[name][...], optimizer.v[name][...] = W, W * W
@@ -455,17 +439,8 @@ def test_long_arrays_give_bit_for_bit_what_adamw_gives(rng, shapes):
         for _ in range(3):
             optimizer.step(params, {name: start[name] * 2 for name in reversed(start)}, 0.1)
         assert optimizer.t == 7 and list(params) == list(start)
-        results.append([[arrays[name] for name in start] for arrays in state])
+        results.append([[a[name] for name in start] for a in (params, optimizer.m, optimizer.v)])
     np.testing.assert_equal(*results)
-
-
-@pytest.mark.parametrize("name", ["adamw", "mini_batch", "training"])
-def test_what_serves_speed_can_stand_in_for_what_the_book_says(monkeypatch, capsys, name):
-    monkeypatch.setattr(t, "AdamW", t.LongAdamW)            # as prepare_for_training does
-    monkeypatch.setattr(t, "batch_loss_and_grads", t.in_halves)
-    getattr(t, f"demo_{name}")()
-    [file] = GOLDEN.glob(f"*{name.replace('_', '-')}.txt")
-    assert capsys.readouterr().out == file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("a, b, limit, norm, factor", [
@@ -494,21 +469,6 @@ def test_learning_rate_equals_the_slow_reading_and_stays_at_the_minimum(warmup, 
 
 
 # The training loop
-def test_training_steps_are_clipped_scheduled_and_taken_in_order_and_go_on_from_t(rng):
-    batches = [rand_ids(rng, 2, b, T) for b in (B, B, 2)]
-    params, by_hand = (t.init_params(CONFIG, np.random.default_rng(1)) for _ in range(2))
-    optimizer, other = AdamW(params), AdamW(by_hand)
-    optimizer.t = other.t = 7
-    steps = t.training_steps(params, iter(batches), CONFIG, optimizer, lambda t: t / 1000, 0.25)
-    for step, (x, y) in enumerate(batches, start=8):
-        loss, grads = t.loss_and_grads(by_hand, x, y, CONFIG)
-        norm = t.clip_grad_norm(grads, 0.25)
-        other.step(by_hand, grads, step / 1000)
-        assert norm > 0.25 and next(steps) == pytest.approx((step, loss, step / 1000, norm))
-        close(params, by_hand, rtol=1e-4, atol=1e-6)
-    assert next(steps, "the end") == "the end"
-
-
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1e160])     # both, the loss, the norm
 def test_a_loss_or_norm_that_is_not_finite_stops_training_before_the_step(rng, value):
     params, (x, y) = t.init_params(CONFIG, rng, np.float64), rand_ids(rng, 2, B, T)
@@ -557,8 +517,7 @@ def test_temperature_top_k_and_top_p_equal_the_slow_reading_in_float64(rng):
     (HALVES, dict(top_p=0.49), FIRST), (HALVES, dict(top_p=0.5), FIRST),
     (HALVES, dict(top_p=0.75), [2 / 3, 1 / 3, 0, 0]), (HALVES, dict(top_p=1e-9), FIRST),
     (HALVES, dict(top_p=0.76), [4 / 7, 2 / 7, 1 / 7, 0]), (HALVES, dict(temperature=0), FIRST),
-    (FOUR, dict(temperature=2e-6), FIRST),
-    (FOUR, dict(top_k=2, top_p=0.5), FIRST), (FOUR, dict(top_k=1, top_p=0.1), FIRST),
+    (FOUR, dict(temperature=2e-6), FIRST), (FOUR, dict(top_k=2, top_p=0.5), FIRST),
     (np.exp([-20, -30, -40]), dict(top_k=1), [1, 0, 0]), ([0, 1, 1], {}, [0, 0.5, 0.5])])
 def test_choices_at_their_edges_and_with_ties(p, choice, expected):
     with np.errstate(divide="ignore"):
@@ -587,20 +546,12 @@ def test_greedy_takes_the_first_largest_logit_and_no_draw_hits_an_impossible_tok
         assert chosen == 1 and type(chosen) is int
     logits = np.array([-np.inf, 0.0, 0.0, -np.inf])
     assert t.sample_next(logits, draw) == (1 if number < 0.5 else 2)
-    for _ in range(50):                             # the running sum may end below the draw
-        assert t.sample_next(np.append(rng.standard_normal(300), -np.inf), draw) < 300
-
-
-def test_one_draw_is_held_against_the_running_sum(rng):
-    for seed in range(200):
-        logits = rand(rng, V).astype((np.float32, np.float64)[seed % 2])
-        choice = dict(temperature=float(rng.uniform(0.2, 2)), top_k=7, top_p=0.9)
-        generator, twin = np.random.default_rng(seed), np.random.default_rng(seed)
-        chosen = t.sample_next(logits, generator, **choice)
-        p, draw, slow = t.next_probabilities(logits, **choice), twin.random(), 0
-        while draw >= sum(p[:slow + 1]):
-            slow += 1
-        assert type(chosen) is int and chosen == slow and generator.random() == twin.random()
+    for seed in range(50):
+        logits = np.append(rng.standard_normal(300), -np.inf)
+        p = t.next_probabilities(logits, 1.5, top_k=70, top_p=0.9)
+        chosen = t.sample_next(logits, draw, temperature=1.5, top_k=70, top_p=0.9)
+        assert type(chosen) is int and p[chosen] > 0        # though the sum may end below the draw
+        assert sum(p[:chosen]) - 1e-9 <= number < sum(p[:chosen + 1]) + 1e-9
 
 
 @pytest.mark.parametrize("length", [1, T - 1, T, T + 1, 20])

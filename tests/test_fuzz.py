@@ -1,22 +1,15 @@
-"""Random input of many kinds: the program succeeds or refuses in one line, never anything else.
-
-FUZZ=10000 in the environment throws that many inputs instead of a few hundred.
-"""
-import contextlib, os, random, re
+"""Random input of many kinds: success or one line. FUZZ=10000 in the environment gives more."""
+import os, random, re
 
 import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import make_checkpoint, run
+from conftest import SMALL, TEXT, make_checkpoint, run
 
 COUNT = int(os.environ.get("FUZZ", 160))
-TEXT = "the hen sat in the sun. the fox ran to the hen.\n" * 8
 NUMBERS = ["0", "1", "-1", "2", "3", "5", "7", "0.5", "1.5", "-0.0", "1e-9", "1e9", "1e400", "nan",
            "inf", "-inf", "", " ", "x", "0x1", "1_0", "٣", "999999999999999999999", "--", "1,5"]
-SMALL = ["--merges=5", "--context=4", "--width=4", "--hidden=3", "--layers=1", "--batch=3"]
-
-
 def clean(*args):
     """The exit code of a command that ends in order: 0, 1, or 2 with one line."""
     result = run(*args)                             # anything but a clean end raises
@@ -25,12 +18,11 @@ def clean(*args):
     return result.returncode
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("fuzz")
-    (path / "text.txt").write_text(TEXT)
-    t.save_checkpoint(path / "good.npz", make_checkpoint())
-    return path
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    t.save_checkpoint(tmp_path / "good.npz", make_checkpoint())
+    return tmp_path
 
 
 def test_random_option_values(folder):
@@ -66,35 +58,21 @@ def test_random_bytes_as_text(folder):
     pieces = [b"\xff", b"\xc3", b"\xc3\xa9", b"\r\n", b"\r", b"\0", b"\xe2\x80\xa8", b"\x1b[2J",
               b"\xef\xbb\xbf", b" ", b"word ", b"'s", b"__", b"12", "😀".encode(), b"<unk>"]
     for _ in range(COUNT // 4):
-        if rng.random() < 0.3:
-            data = rng.randbytes(rng.randint(0, 60))
-        else:
-            data = b"".join(rng.choices(pieces[rng.choice([0, 2]):], k=rng.randint(0, 60)))
+        data = b"".join(rng.choices(pieces[rng.choice([0, 2]):], k=rng.randint(0, 60)))
+        data = data if rng.random() < 0.7 else rng.randbytes(rng.randint(0, 60))
         (folder / "random.txt").write_bytes(data)
         clean("train", "--text", folder / "random.txt", "--out", folder / "out.npz", *SMALL,
               "--steps=1", "--context=2")
-        with contextlib.suppress(ValueError):
-            text = t.read_text(folder / "random.txt")
-            tokenizer = t.build_tokenizer(text, 9)
-            assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_random_damage_to_a_checkpoint(folder):
     rng = random.Random(3)
     good = (folder / "good.npz").read_bytes()
     for _ in range(COUNT):
-        data = bytearray(good)
-        at, kind = rng.randrange(len(data)), rng.randrange(4)
-        if kind == 0:
-            data = data[:at]
-        elif kind == 1:
-            for _ in range(rng.randint(1, 8)):
-                data[rng.randrange(len(data))] = rng.randrange(256)
-        elif kind == 2:
-            data[at:at + rng.randint(1, 200)] = rng.randbytes(rng.randint(0, 200))
-        else:
-            data = rng.randbytes(rng.randint(0, 300))
-        (folder / "bad.npz").write_bytes(data)
+        at, some = rng.randrange(len(good)), rng.randbytes(rng.randint(0, 300))
+        (folder / "bad.npz").write_bytes(rng.choice([
+            some, good[:at], good[:at] + some[:1] + good[at + 1:],
+            good[:at] + some + good[at + rng.randint(1, 200):]]))
         clean("generate", "--model", folder / "bad.npz", "--tokens=2")
 
 
@@ -104,8 +82,7 @@ def test_random_logits_and_parameters():
     for n in range(COUNT * 4):
         V = int(rng.integers(1, 12))
         z = rng.normal(size=V) * 10.0 ** rng.integers(-5, 6)
-        for _ in range(int(rng.integers(0, 3))):
-            z[rng.integers(V)] = special[rng.integers(len(special))]
+        z[rng.integers(V, size=rng.integers(0, 3))] = rng.choice(special)
         choice = dict(temperature=float(rng.choice([0, 1e-7, 1e-6, 0.5, 1, 1e6])),
                       top_k=int(rng.integers(0, V + 3)),
                       top_p=float(rng.choice([1e-9, 0.3, 0.9, 1 - 1e-16, 1])))
@@ -116,8 +93,3 @@ def test_random_logits_and_parameters():
             assert "finite" in str(error) and not np.isfinite(z.max())
             continue
         assert np.isfinite(p).all() and (p >= 0).all() and abs(p.sum() - 1) < 1e-9 and p[token] > 0
-        if n % 32 == 0:
-            params = {name: W * np.float32(10) ** rng.integers(-9, 10)
-                      for name, W in ck.params.items()}
-            with np.errstate(all="ignore"), contextlib.suppress(t.BadInput):    # not finite
-                t.generate(params, ck.config, [1, 2], 3, rng)

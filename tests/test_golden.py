@@ -1,7 +1,5 @@
 """What the demos print, frozen in golden/."""
-import contextlib
-import io
-import re
+import contextlib, io, re
 
 import numpy as np
 import pytest
@@ -20,22 +18,14 @@ def printed(name, module=t):
 
 
 @pytest.mark.parametrize("name", DEMOS)
-def test_a_demo_prints_its_golden_file(name, golden):
-    assert printed(name) == golden
-
-
-@pytest.mark.parametrize("name", DEMOS)
-def test_a_demo_fits_the_page_and_prints_plainly(name):
+def test_a_demo_prints_its_golden_file_which_fits_the_page(name, golden):
     """In 80 columns, but for rows with a number for each of the 10 tokens."""
-    lines = printed(name).split("\n")
-    assert lines.pop() == "", "ends with one line end"
-    assert 3 <= len(lines) <= 30
-    for line in lines:
-        assert len(line) <= 80 or \
-            re.fullmatch(r".{10}(?: +-?\d+\.\d+){10}", line)
+    assert (out := printed(name)) == golden
+    assert out.endswith("\n") and 3 <= out.count("\n") <= 30
+    for line in out[:-1].split("\n"):
+        assert len(line) <= 80 or re.fullmatch(r".{10}(?: +-?\d+\.\d+){10}", line)
         assert line == line.rstrip() and (line + " ").isprintable()
-        assert "np." not in line and "array(" not in line
-        assert not re.search(r"-0\.?0*(?![\d.])", line), "minus zero"
+        assert not re.search(r"np\.|array\(|-0\.?0*(?![\d.])", line)      # the last is minus zero
 
 
 def test_a_demo_does_not_depend_on_what_ran_before():

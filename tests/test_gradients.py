@@ -115,7 +115,7 @@ def test_a_bend_within_the_step_raises_no_alarm(small, rng):
 
 def test_gradcheck_raises_no_false_alarm_for_many_seeds():
     assert run("gradcheck", "--samples", 3).returncode == 0
-    for seed in (*range(40), 408):                  # 408: a bend of relu within the step
+    for seed in (*range(8), 408):                   # 408: a bend of relu within the step
         assert not wrong(t.check_operations(seed) | t.check_model(seed, 3)), seed
 
 

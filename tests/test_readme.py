@@ -1,9 +1,5 @@
 """What the README and the corpus claim, checked."""
-import re
-import shlex
-import shutil
-import subprocess
-import sys
+import re, shlex, shutil, subprocess, sys
 from collections import Counter
 
 import pytest
@@ -16,7 +12,7 @@ CORPUS = (ROOT / "corpus.txt").read_text(encoding="utf-8")
 STORIES = [story.split("\n") for story in CORPUS.strip().split("\n\n")]
 
 
-def test_the_corpus_is_as_large_as_the_readme_says():
+def test_the_corpus_is_as_large_as_the_readme_says_and_plain_text_of_stories_of_their_own():
     words = set(re.findall(r"[a-z]+", CORPUS.lower()))
     counted = {"short stories": len(STORIES), "KB": round(len(CORPUS.encode()) / 1000),
                "different words": len(words)}
@@ -27,9 +23,6 @@ def test_the_corpus_is_as_large_as_the_readme_says():
         assert counted.pop(" ".join(unit.split())) == pytest.approx(
             int(number.replace(",", "")), rel=near)
     assert not counted, "the README says all three"
-
-
-def test_the_corpus_is_plain_text_of_whole_stories_that_do_not_repeat_themselves():
     assert set(CORPUS) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,?!'\"-\n")
     assert CORPUS.endswith((".\n", '"\n')) and "\n\n\n" not in CORPUS and "  " not in CORPUS
     titles = [title for title, *_ in STORIES]
