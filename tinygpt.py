@@ -2283,7 +2283,7 @@ if __name__ == "__main__": demo(demo_ffn_backward)
 # Attention and feed-forward layer, each with its LayerNorm, are called branches or sublayers. The
 # normalisation comes at the start of each branch, never on the residual path; that is what pre-LN
 # means. The first transformer normalised after the sum: at the start the gradients near its output
-# were large, and training had to begin with very small steps.
+# were large (see Pre-LN among the sources), and training had to begin with very small steps.
 #
 #     X, Xn, Att, Xmid, Xn2, Ff, Y (T, d) = (16, 32)        (3, 4)
 
@@ -2935,9 +2935,9 @@ if __name__ == "__main__": demo(demo_adamw)
 # 50: m then points its way for many steps, and v stays so large that the steps after them are too
 # small (see the last u of its demo). So all gradients together are taken as one long vector, and
 # where its length, the norm, is above a limit c, it is shortened to c. Its direction stays. The
-# program's limit is 1, the usual value. In its default run hardly a step reaches it at first; late
-# in the run, when the model is surer of itself, most steps are shortened a little. In the small run
-# at the end of chapter 9 the first steps are.
+# program's limit is 1, the usual value. In its default run hardly a step reaches it at first, as
+# `--log` shows; late, when the model is surer of itself, most steps are shortened a little. In the
+# small run at the end of chapter 9 the first steps are.
 #
 #     ‖g‖ = √(∑_k ∑_i g²_ki)                                                             (51.1)
 #     g_k ← g_k · c / ‖g‖   for every key k, only when ‖g‖ > c                           (51.2)
