@@ -3725,14 +3725,13 @@ LEAF = re.compile(r"(?P<mtext>.* .*\w.*)|(?P<mn>[\d∞.].*)|(?P<mi>[^\W_ᵀ]+|<\
 MARKUP = dict.fromkeys("()[]", ' stretchy="false"') | {
     "∕": ' lspace="0" rspace="0"', "\u2062": ' rspace="0.17em"', "ᵀ": ' intent="transpose"',
     "mover": ' accent="true"', "‖‖": ' intent="norm($x)"', "$x": ' arg="x"'}
-LATEX = dict(zip("∑∂∞·×⊙±≤≥≠∈~←→⇒⌊⌋⌈⌉‖{}'ᵀ^¯∕\u2062", r"""\sum \partial \infty \cdot \times \odot
-    \pm \le \ge \ne \in \sim \leftarrow \to \Rightarrow \lfloor \rfloor \lceil \rceil \| \{ \}
-    \prime \top \hat \bar / \,""".split())) | {
-    "''": r"\prime\prime", "...": r"\dots", "log": r"\log", "exp": r"\exp", "max": r"\max",
-    "min": r"\min", "msqrt": r"\sqrt{{{}}}", "munder": "{}_{{{}}}",
-    "mfrac": r"\frac{{{}}}{{{}}}", "msub": "{{{}}}_{{{}}}", "msup": "{{{}}}^{{{}}}",
-    "msubsup": "{{{}}}_{{{}}}^{{{}}}", "mover": "{1}{{{0}}}", "()": r"\left{} {} \right{}",
-    "‖‖": r"\left{} {} \right{}"}
+LATEX = r"""∑ \sum ∂ \partial ∞ \infty · \cdot × \times ⊙ \odot ± \pm ≤ \le ≥ \ge ≠ \ne ∈ \in ~ \sim
+    ← \leftarrow → \to ⇒ \Rightarrow ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil ‖ \| { \{ } \} ' \prime
+    '' \prime\prime ᵀ \top ^ \hat ¯ \bar ∕ / ... \dots log \log exp \exp max \max min \min
+    msqrt \sqrt{{{}}} munder {}_{{{}}} mfrac \frac{{{}}}{{{}}} msub {{{}}}_{{{}}}
+    msup {{{}}}^{{{}}} msubsup {{{}}}_{{{}}}^{{{}}} mover {1}{{{0}}}""".split()
+LATEX = dict(zip(LATEX[::2], LATEX[1::2])) | {
+    "\u2062": r"\,", "()": r"\left{} {} \right{}", "‖‖": r"\left{} {} \right{}"}
 CODE = re.compile(r'(?P<s>f?(?:"""[^\0]*?"""|"(?:\\.|[^"\\\n])*"))|(?P<c>#.*)'
                   rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)")
 
