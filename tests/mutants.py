@@ -114,13 +114,13 @@ def changes(source):
     return result
 
 
-def who_sees(source, kind="cards", suite=True):
+def who_sees(source, kind="cards"):
     """Who notices a source (bytes): "golden", the name of a test, or "" for nobody."""
-    first = "program checkpoint" if kind == "program" else "equations gradients pytorch"
+    first = "program checkpoint" if kind == "program" else "equations gradients"
     files = sorted((path.stem[5:] not in first, f"tests/{path.name}")
                    for path in ROOT.glob("tests/test_*.py")
-                   if path.stem not in ("test_exercises", "test_learning"))
-    suite = ["-m", "pytest", "-xqp", "no:cacheprovider", *(name for _, name in files)] * suite
+                   if path.stem != "test_exercises")
+    suite = ["-m", "pytest", "-xqp", "no:cacheprovider", *(name for _, name in files)]
     texts = [t.golden_file(card).read_text(encoding="utf-8") for card in t.cards()]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(
@@ -199,21 +199,17 @@ if __name__ == "__main__":
                         help="1 to 61, loop, program, printed; not in all: check")
     for name, n in (("--sample", 10 ** 6), ("--seed", 0), ("--jobs", 2)):
         parser.add_argument(name, type=int, default=n, metavar="N")
-    parser.add_argument("--golden", action="store_true", help="play the demos only")
-    parser.add_argument("--list", action="store_true", help="only name the changes")
     options, data, seen = parser.parse_args(), (ROOT / "tinygpt.py").read_bytes(), Counter()
     chosen = [c for c in changes(data.decode())
               if options.only == c.card or not options.only and c.card != "check"]
     drawn = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
-    look = lambda c: "not tried" if options.list else who_sees(
-        data[:c.start] + c.new.encode() + data[c.end:], c.kind, not options.golden) \
+    look = lambda c: who_sees(data[:c.start] + c.new.encode() + data[c.end:], c.kind) \
         if c.kind != "printed" else "test_page" * (not test_page.runs(c.id.split("-")[0], c.new))
-    if not options.list and options.only != "printed" and (
-            who := who_sees(data, suite=not options.golden)):
+    if options.only != "printed" and (who := who_sees(data)):
         sys.exit(f"without any change, this fails: {who}")
     with ThreadPoolExecutor(options.jobs) as pool:
         for c, who in zip(drawn := sorted(drawn, key=chosen.index), pool.map(look, drawn)):
-            seen.update([c.kind, (c.kind, who), (c.kind, who > "")] * (not options.list))
+            seen.update([c.kind, (c.kind, who), (c.kind, who > "")])
             if who != "golden":
                 print(f"{c.id}: {c.old} -> {c.new.strip()}   in line {c.line}: "
                       f"{data.decode().splitlines()[c.line - 1].split('  #')[0].strip()}\n"

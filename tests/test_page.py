@@ -1,12 +1,12 @@
 """The book as a page: whole, and its printed equations held to the code by running them."""
-import itertools, math, re, sys
+import itertools, math, re
 import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
 
 import tinygpt as t
-from conftest import run
+from conftest import run, watch
 
 CARDS = t.cards()
 FORMULAS = {tag: text for card in CARDS for tag, text in card.equations.items()}
@@ -30,8 +30,9 @@ def spelled(tree):
     kind, *names = tree[0], *map(spelled, tree[1:])
     if kind == "msub" and all(names) or kind == "msup" and names[1][:1] == "'":
         return names[0] + "_" * (kind == "msub") + names[1]
-    return names[0] + {"^": "hat", "¯": "bar"}[names[1]] if kind == "mover" else "".join(names) if kind == "‖‖" else \
-        names[0] if kind in ("row", "$x") and len(names) == 1 else ""
+    if kind == "mover":
+        return names[0] + {"^": "hat", "¯": "bar"}[names[1]]
+    return "".join(names) if kind == "‖‖" or kind in ("row", "$x") and len(names) == 1 else ""
 
 
 def split_at(row, *signs):
@@ -160,23 +161,6 @@ def holds(part, env, after):
         for right in rights if "..." not in str(right))
 
 
-def locals_of(work):
-    """{function: copies of its locals when it last returned} while work() runs."""
-    seen = {}
-
-    def watch(frame, event, _):
-        if event == "return" and frame.f_code.co_filename == t.__file__:
-            seen[frame.f_code.co_name] = {name: x.copy() if isinstance(x, np.ndarray) else x
-                                          for name, x in frame.f_locals.items()}
-
-    sys.setprofile(watch)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
 def cases():
     """{tag: [(names, names replaced)]} for the printed equations, from runs of the cards' code."""
     rng, ids, y = np.random.default_rng(5), np.array([3, 7, 3, 0, 9]), np.array([1, 4, 10, 4, 2])
@@ -193,7 +177,10 @@ def cases():
         t.relative_error(3.0, -4.0), t.step_counts(17, 5, 3), t.head_size(6, 3)
         t.keep_top_k(p, 3), t.clip_grad_norm(clipped, 0.7), t.lr_schedule(9, 0.02, 0.003, 4, 16)
 
-    seen, rate = locals_of(work), lambda step: t.lr_schedule(step, 0.02, 0.003, 4, 16)
+    seen = {}                                       # {function: its locals when it last returned}
+    watch(lambda names, found: seen.update({names[-1]: {
+        k: x.copy() if isinstance(x, np.ndarray) else x for k, x in found.items()}}), work)
+    rate = lambda step: t.lr_schedule(step, 0.02, 0.003, 4, 16)
     a, b, out = (seen[name] for name in ("block_forward", "block_backward", "forward"))
     norm = lambda W, n: lambda X: t.layer_norm_forward(X, W[f"ln{n}_g"], W[f"ln{n}_b"])[0]
     norm_back = lambda n: lambda d: t.layer_norm_backward(d, b["cache"][f"ln{n}"])[0]
