@@ -310,7 +310,7 @@ def test_later_tokens_change_nothing_before_them(rng, lead):
 def test_ids_outside_the_vocabulary_bad_lengths_and_no_windows_are_refused(rng):
     params, one = dict(rand_params(rng)), t.ModelConfig(V, 1, 1, d, H, F, L)
     for function in (t.loss_and_grads, batch_loss_and_grads, t.in_halves, t.validation_loss):
-        with pytest.raises(ValueError):
+        with pytest.raises(t.BadInput):
             function(params, np.zeros((0, T), int), np.zeros((0, T), int), CONFIG)
     for ids, config, numbers in (([1, -1], CONFIG, (V - 1, -1)), ([1, V], CONFIG, (V - 1, V)),
                                  ([], CONFIG, (Tmax, 0)), ([1] * 8, CONFIG, (Tmax, 8)),
