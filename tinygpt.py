@@ -3442,9 +3442,8 @@ if __name__ == "__main__": demo(demo_random_choice)
 def generate(params, config, ids, n_tokens, rng, **choice):
     """A list: ids with n_tokens more; choice as in next_probabilities (card 61)."""
     ids = [int(i) for i in ids]
-    if not ids or n_tokens < 0:
-        raise BadInput(f"the prompt must have one token or more, got {len(ids)}, and the number of "
-                       f"tokens to write must be 0 or more, got {n_tokens}")
+    if n_tokens < 0:
+        raise BadInput(f"the number of tokens to write must be 0 or more, got {n_tokens}")
     for _ in range(n_tokens):
         x = np.array(ids[-config.context:])                                 # (T,)    (61.1)
         logits, _ = forward(params, x, config)                              # (T, V)
