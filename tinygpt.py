@@ -4564,11 +4564,12 @@ def one_core_for_products():
     """Matrix products that this thread asks for use one core, where NumPy has an OpenBLAS."""
     libraries = {*map(str, Path(np.__file__).parent.parent.glob("numpy.libs/*openblas*"))}
     with contextlib.suppress(OSError):              # one that the system has
-        libraries |= {*re.findall(r"/\S*blas\S*", Path("/proc/self/maps").read_text())}
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+        libraries |= {*re.findall("/.*blas.*", maps)}
     for library in libraries:
         for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
                      "openblas_set_num_threads64_", "openblas_set_num_threads"):
-            with contextlib.suppress(OSError, AttributeError):
+            with contextlib.suppress(OSError, AttributeError, ValueError):  # it is none, or has none
                 getattr(ctypes.CDLL(library), name)(1)
 
 

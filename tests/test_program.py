@@ -1,5 +1,6 @@
 """The program as its users meet it: options, texts, prompts, output, streams, signals."""
-import contextlib, csv, io, itertools, math, os, random, re, shlex, shutil, signal, subprocess, sys
+import contextlib, csv, io, itertools, math, mmap, os, random, re, shlex, shutil, signal
+import subprocess, sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -356,6 +357,14 @@ def test_texts_that_will_not_do_are_refused_before_training(data, words, tmp_pat
     for data in (b"ab\r\nab\r\n", b"ab\rab\r", b"\xef\xbb\xbfab\nab\n"):        # but these do
         (tmp_path / "text.txt").write_bytes(data)
         assert t.read_text(tmp_path / "text.txt") == "ab\nab\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_a_library_may_lie_in_a_folder_of_any_name(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/my \xff blas.so", "w+b") as file:
+        file.truncate(1)
+        with mmap.mmap(file.fileno(), 1):
+            t.one_core_for_products()
 
 
 def test_short_texts_a_monotonous_one_and_a_long_one(tmp_path):
