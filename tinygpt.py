@@ -4569,7 +4569,7 @@ def one_core_for_products():
     for library in libraries:
         for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
                      "openblas_set_num_threads64_", "openblas_set_num_threads"):
-            with contextlib.suppress(OSError, AttributeError, ValueError):  # it is none, or has none
+            with contextlib.suppress(OSError, AttributeError, ValueError):  # it has none
                 getattr(ctypes.CDLL(library), name)(1)
 
 
