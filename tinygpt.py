@@ -3440,7 +3440,7 @@ if __name__ == "__main__": demo(demo_random_choice)
 
 # %%
 def generate(params, config, ids, n_tokens, rng, **choice):
-    """A list: ids with n_tokens more; choice as in next_probabilities (card 61)."""
+    """ids with n_tokens more; ValueError below 0; choice as in next_probabilities (card 61)."""
     ids = [int(i) for i in ids]
     if n_tokens < 0:
         raise BadInput(f"the number of tokens to write must be 0 or more, got {n_tokens}")
@@ -4564,8 +4564,7 @@ def one_core_for_products():
     """Matrix products that this thread asks for use one core, where NumPy has an OpenBLAS."""
     libraries = {*map(str, Path(np.__file__).parent.parent.glob("numpy.libs/*openblas*"))}
     with contextlib.suppress(OSError):              # one that the system has
-        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
-        libraries |= {*re.findall("/.*blas.*", maps)}
+        libraries |= {*re.findall("/.*blas.*", os.fsdecode(Path("/proc/self/maps").read_bytes()))}
     for library in libraries:
         for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
                      "openblas_set_num_threads64_", "openblas_set_num_threads"):

@@ -268,6 +268,7 @@ def test_splitting_and_merging_heads(rng, lead, heads):
     M = rand(rng, math.prod(lead) * T, d)
     Mh = t.split_heads(M, heads, T)
     assert Mh.shape == (math.prod(lead), heads, T, d // heads)
+    assert np.array_equal(np.vstack([np.hstack(window) for window in Mh]), M)
     assert np.array_equal(t.merge_heads(frozen(Mh)), M)
     assert np.array_equal(np.hstack([t.head_columns(M, heads, h) for h in range(heads)]), M)
     for bad in (5, 0):

@@ -102,7 +102,6 @@ def test_a_sabotage_is_named(old, new, operations, named, right, capsys):
 
 
 # What PyTorch found, in golden/pytorch.txt, whose head says how it was made
-
 def witness(title):
     """{name: array} of a model of the file."""
     text = (GOLDEN / "pytorch.txt").read_text(encoding="utf-8")

@@ -556,7 +556,7 @@ def test_every_command_works_from_a_notebook(folder, tmp_path, monkeypatch):
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(Path(PROGRAM).read_text(encoding="utf-8"), "cell", "exec"), notebook)
     monkeypatch.setattr(t, "main", notebook["main"])
-    monkeypatch.setattr(t.timeit, "repeat", lambda *args, **settings: [1.0] * 9)
+    monkeypatch.setattr(t.timeit, "repeat", lambda *args, **settings: [1.0] * 9)    # once each
     monkeypatch.setattr(t.timeit.Timer, "autorange", lambda timer: (timer.timeit(1) and 1, 1.0))
     model, text = ["--model", tmp_path / "m.npz"], ["--text", folder / "text.txt"]
     for args in (["train", *text, "--out", tmp_path / "m.npz", *SMALL, "--steps", 2],
